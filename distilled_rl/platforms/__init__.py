@@ -1,0 +1,1 @@
+"""Device platforms that verl 0.9.1 does not ship."""

@@ -1,0 +1,1 @@
+"""Where teacher log-probabilities come from."""

@@ -1,0 +1,132 @@
+"""The trainer ``distilled_rl``: verl's synchronous trainer with the advantages handed through a method.
+
+It holds no formula: it calls ``super()``, reads the fields of one batch, lets :mod:`distilled_rl.methods` change the
+advantages, and writes them back. ``trainer.v1.trainer_mode=distilled_rl`` selects it.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transfer_queue as tq
+from omegaconf import DictConfig, open_dict
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils import tensordict_utils as tu
+
+from distilled_rl.config import TRAINER_MODE, DistilledRLConfig
+from distilled_rl.diagnostics import teacher_metrics
+from distilled_rl.methods import TeacherBatch, get_method
+from distilled_rl.teacher.server import align_teacher_log_probs
+
+logger = logging.getLogger(__name__)
+
+
+@register_trainer(TRAINER_MODE)
+class DistilledRLTrainer(PPOTrainerSync):
+    """verl's ``PPOTrainerSync`` for the four modes."""
+
+    def __init__(self, config: DictConfig) -> None:
+        self.settings = DistilledRLConfig.from_config(config)
+        self.method = get_method(self.settings.mode)
+        # verl compares trainer_mode with the literal "sync" (verl/trainer/ppo/v1/trainer_base.py:153,731,902,912,1004,1499);
+        # any other value gets the asynchronous replay buffer.
+        with open_dict(config):
+            config.trainer.v1.trainer_mode = "sync"
+        super().__init__(config)
+        if self.method.needs_teacher and not self.use_teacher_policy:
+            raise ValueError(
+                f"mode {self.method.name!r} needs a teacher, but distillation.enabled is false: no teacher would be started"
+            )
+        # verl/trainer/ppo/v1/replay_buffer.py:144 polls every 2 s, which dominates a short step.
+        self.replay_buffer.poll_interval = self.settings.poll_interval
+
+    def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
+        """Fetch prompts, named by step and position instead of at random when the run is to be reproducible."""
+        batch = super()._next_train_batch(num_prompts)
+        if self.settings.reproducible:
+            uids = [f"{self.global_steps:08d}-{position:06d}" for position in range(len(batch))]
+            batch["uid"] = tu.get_tensordict({"uid": np.array(uids, dtype=object)})["uid"]
+        return batch
+
+    def _balance_batch(self, batch: KVBatchMeta, metrics: dict, *args: Any, **kwargs: Any) -> KVBatchMeta:
+        """Put rows in the order of their names first when the run is to be reproducible: they arrive as they finish."""
+        if self.settings.reproducible:
+            batch.reorder(sorted(range(len(batch.keys)), key=lambda row: _row_order(batch.keys[row])))
+        return super()._balance_batch(batch, metrics, *args, **kwargs)
+
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """Compute verl's advantages, then apply the method to them, token by token, and log what it did."""
+        batch = super()._compute_advantage(batch, metrics)
+        if self.method.needs_teacher:
+            data = self._fetch(batch, ["teacher_logprobs", "teacher_ids"])
+            mask = data["response_mask"].bool()
+            teacher_log_probs = align_teacher_log_probs(
+                data["teacher_logprobs"], data["teacher_ids"], data["responses"], data["response_mask"]
+            )
+            fields = TeacherBatch(
+                teacher_log_probs=teacher_log_probs,
+                old_log_probs=_same_layout(data["old_log_probs"], teacher_log_probs),
+                advantages=_same_layout(data["advantages"], teacher_log_probs),
+                mask=_same_layout(mask, teacher_log_probs),
+            )
+            advantages, method_metrics = self.method.apply(fields, self.settings.options)
+            metrics.update(method_metrics)
+            metrics.update(teacher_metrics(fields.teacher_log_probs, fields.old_log_probs, fields.mask))
+            batch = tq.kv_batch_put(
+                keys=batch.keys,
+                partition_id=batch.partition_id,
+                fields=TensorDict({"advantages": advantages}, batch_size=len(batch)),
+            )
+        if self.global_steps in self.settings.dump_steps:
+            self._dump(batch)
+        return batch
+
+    def _fetch(self, batch: KVBatchMeta, extra: list[str]) -> TensorDict:
+        fields = ["response_mask", "responses", "old_log_probs", "advantages", *extra]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        missing = [field for field in fields if field not in data.keys()]
+        if missing:
+            raise ValueError(
+                f"step {self.global_steps}: the batch lacks {', '.join(missing)}; teacher fields come from verl's teacher server, "
+                "which must score every training response"
+            )
+        return data
+
+    def _dump(self, batch: KVBatchMeta) -> None:
+        """Write this step's tensors, from prompts to final advantages, as lists of unpadded rows."""
+        fields = ["prompts", "responses", "response_mask", "old_log_probs", "rm_scores", "advantages", "rollout_log_probs"]
+        if self.method.needs_teacher:
+            fields += ["teacher_logprobs", "teacher_ids"]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        rows = {field: list(data[field].unbind()) for field in fields if field in data.keys()}
+        directory = Path(str(self.settings.dump_dir))
+        directory.mkdir(parents=True, exist_ok=True)
+        torch.save({"step": self.global_steps, "keys": list(batch.keys), **rows}, directory / f"step_{self.global_steps}.pt")
+
+
+def _row_order(key: str) -> tuple[str, int, int]:
+    """Return the sort key of a row name ``{uid}_{session}_{output}`` (verl/trainer/ppo/v1/agent_loop_tq.py:200)."""
+    uid, session, output = key.rsplit("_", 2)
+    return uid, int(session), int(output)
+
+
+def _same_layout(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the nested ``tensor`` with the offsets object of ``like``: torch adds nested tensors only when they share it.
+
+    Raises ``ValueError`` when the lengths differ.
+    """
+    if not torch.equal(tensor.offsets(), like.offsets()):
+        raise ValueError(
+            f"rows have other lengths: {tensor.offsets().diff().tolist()[:8]}… against {like.offsets().diff().tolist()[:8]}…"
+        )
+    return torch.nested.nested_tensor_from_jagged(
+        tensor.values(),
+        offsets=like.offsets(),
+        min_seqlen=like._get_min_seqlen(),
+        max_seqlen=like._get_max_seqlen(),
+    )
