@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -84,6 +85,44 @@ class DistilledRLConfig:
     def needs_teacher(self) -> bool:
         """Whether the mode asks a teacher."""
         return get_method(self.mode).needs_teacher
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One run of a sweep: its name, directory, ``distilled_rl`` node (plain), and the node parsed."""
+
+    name: str
+    directory: Path
+    node: dict[str, Any]
+    settings: DistilledRLConfig
+
+
+def sweep_runs(config: DictConfig) -> list[SweepRun]:
+    """Return the runs of a sweep: each entry of ``sweep.runs`` is a ``distilled_rl`` node with a ``seed`` and an optional
+    ``name``; keys of the configuration's own ``distilled_rl`` node that are common to all methods are its defaults.
+
+    Raises :class:`ConfigError` when there is none, when two share a name, or when one is not valid.
+    """
+    entries = OmegaConf.select(config, "sweep.runs")
+    if not entries:
+        raise ConfigError("a sweep needs sweep.runs: a list of distilled_rl nodes such as {mode: grpo, seed: 1}")
+    common = {field.name for field in dataclasses.fields(DistilledRLConfig)} - {"mode", "options"}
+    base = dict(OmegaConf.to_container(config.distilled_rl, resolve=True))  # type: ignore[arg-type]
+    defaults = {key: value for key, value in base.items() if key in common}
+    runs: dict[str, SweepRun] = {}
+    for position, entry in enumerate(entries):
+        node = {**defaults, **dict(OmegaConf.to_container(entry, resolve=True))}  # type: ignore[arg-type]
+        name = node.pop("name", None)
+        try:
+            settings = DistilledRLConfig.from_dict(node)
+        except ConfigError as error:
+            raise ConfigError(f"sweep.runs[{position}]: {error}") from None
+        teacher = config.teacher.name if settings.needs_teacher else "none"
+        name = str(name or f"{config.student.name}-{settings.mode}-{teacher}-seed{settings.seed}")
+        if name in runs:
+            raise ConfigError(f"sweep.runs[{position}]: a second run is called {name!r}; give it a name")
+        runs[name] = SweepRun(name, Path(config.run.output).resolve() / name, node, settings)
+    return list(runs.values())
 
 
 def unknown_key(key: str, known: Iterable[str], mode: str) -> str:

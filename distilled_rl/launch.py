@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from distilled_rl.checks import check_run
 from distilled_rl.config import ConfigError
 
 # What a CPU run needs in the environment of every process, before torch, vLLM or verl are imported. Values already set win.
@@ -61,6 +62,18 @@ def next_log_file(config: DictConfig) -> Path:
     return directory / f"metrics-{len(log_files(directory)):03d}.jsonl"
 
 
+def last_step(directory: Path) -> int:
+    """Return the step of the newest complete checkpoint of a run directory, 0 if there is none.
+
+    verl writes ``latest_checkpointed_iteration.txt`` after everything else (verl/trainer/ppo/v1/trainer_base.py:1024).
+    """
+    tracker = directory / "checkpoints" / "latest_checkpointed_iteration.txt"
+    if not tracker.is_file():
+        return 0
+    step = int(tracker.read_text(encoding="utf-8").strip())
+    return step if (directory / "checkpoints" / f"global_step_{step}").is_dir() else 0
+
+
 class LocalTaskRunner:
     """verl's ``TaskRunnerV1`` executed in the calling process: one Ray actor, and its imports, less.
 
@@ -85,7 +98,12 @@ class LocalTaskRunner:
 
 
 def train(config: DictConfig) -> Path:
-    """Train one run to its end and return its directory. The configuration must have passed the checks."""
+    """Train one run to its end and return its directory.
+
+    Raises :class:`ConfigError`, before anything is started or written, for a configuration that cannot work.
+    """
+    for warning in check_run(config):
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     prepare_environment(config)
     directory = run_directory(config)
     directory.mkdir(parents=True, exist_ok=True)
@@ -111,4 +129,4 @@ def train(config: DictConfig) -> Path:
     return directory
 
 
-__all__ = ["ConfigError", "LocalTaskRunner", "log_files", "prepare_environment", "run_directory", "train"]
+__all__ = ["ConfigError", "LocalTaskRunner", "last_step", "log_files", "prepare_environment", "run_directory", "train"]

@@ -9,6 +9,7 @@ one runs right after verl itself imports the module it belongs to.
 """
 
 import logging
+import sys
 from typing import Any
 
 import wrapt
@@ -21,7 +22,9 @@ _loaded = False
 
 
 def _register_trainer(_module: Any) -> None:
-    import distilled_rl.trainer  # noqa: F401  (registers at import)
+    # When that module is being imported itself, it brought verl here and registers in a moment.
+    if "distilled_rl.trainer" not in sys.modules:
+        import distilled_rl.trainer  # noqa: F401  (registers at import)
 
 
 def _register_estimator(_module: Any) -> None:

@@ -14,12 +14,14 @@ import transfer_queue as tq
 from omegaconf import DictConfig, open_dict
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
+from verl.experimental.agent_loop import AgentLoopManager
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 
 from distilled_rl.config import TRAINER_MODE, DistilledRLConfig
 from distilled_rl.diagnostics import teacher_metrics
+from distilled_rl.estimator import flat_groups
 from distilled_rl.methods import TeacherBatch, get_method
 from distilled_rl.teacher.server import align_teacher_log_probs
 
@@ -53,6 +55,17 @@ class DistilledRLTrainer(PPOTrainerSync):
             batch["uid"] = tu.get_tensordict({"uid": np.array(uids, dtype=object)})["uid"]
         return batch
 
+    def fit(self, agent_loop_manager: AgentLoopManager) -> None:
+        """Train; the agent loops are told the sampling seed and whether the method needs the teacher."""
+        # Imported here: a worker unpickles a class of this module, which imports verl, whose import brings the trainer.
+        from distilled_rl.rollout import SEED_KEY, TEACHER_KEY, DistilledRLAgentLoopManager
+
+        if isinstance(agent_loop_manager, DistilledRLAgentLoopManager):
+            agent_loop_manager.marks = {TEACHER_KEY: self.method.needs_teacher}
+            if self.settings.reproducible:
+                agent_loop_manager.marks[SEED_KEY] = self.settings.seed
+        super().fit(agent_loop_manager)
+
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict, *args: Any, **kwargs: Any) -> KVBatchMeta:
         """Put rows in the order of their names first when the run is to be reproducible: they arrive as they finish."""
         if self.settings.reproducible:
@@ -62,6 +75,7 @@ class DistilledRLTrainer(PPOTrainerSync):
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """Compute verl's advantages, then apply the method to them, token by token, and log what it did."""
         batch = super()._compute_advantage(batch, metrics)
+        batch = self._zero_flat_groups(batch, metrics)
         if self.method.needs_teacher:
             data = self._fetch(batch, ["teacher_logprobs", "teacher_ids"])
             mask = data["response_mask"].bool()
@@ -85,6 +99,25 @@ class DistilledRLTrainer(PPOTrainerSync):
         if self.global_steps in self.settings.dump_steps:
             self._dump(batch)
         return batch
+
+    def _zero_flat_groups(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """Give groups whose rewards are all equal advantages of exactly 0, and count them."""
+        data = tq.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=["uid", "rm_scores", "advantages"]
+        )
+        scores = torch.stack([row.sum() for row in data["rm_scores"].unbind()])
+        flat = flat_groups(scores, list(data["uid"]))
+        metrics["training/flat_reward_responses"] = flat.float().mean().item()
+        advantages = data["advantages"]
+        rows = torch.repeat_interleave(flat, advantages.offsets().diff())
+        if self.config.algorithm.use_kl_in_reward or not (advantages.values()[rows] != 0).any():
+            return batch
+        zeroed = _same_layout(advantages, advantages, torch.where(rows, 0.0, advantages.values()))
+        return tq.kv_batch_put(
+            keys=batch.keys,
+            partition_id=batch.partition_id,
+            fields=TensorDict({"advantages": zeroed}, batch_size=len(batch)),
+        )
 
     def _fetch(self, batch: KVBatchMeta, extra: list[str]) -> TensorDict:
         fields = ["response_mask", "responses", "old_log_probs", "advantages", *extra]
@@ -115,8 +148,9 @@ def _row_order(key: str) -> tuple[str, int, int]:
     return uid, int(session), int(output)
 
 
-def _same_layout(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the nested ``tensor`` with the offsets object of ``like``: torch adds nested tensors only when they share it.
+def _same_layout(tensor: torch.Tensor, like: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the nested ``tensor`` (or ``values`` in its shape) with the offsets object of ``like``: torch adds nested
+    tensors only when they share it.
 
     Raises ``ValueError`` when the lengths differ.
     """
@@ -125,8 +159,12 @@ def _same_layout(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
             f"rows have other lengths: {tensor.offsets().diff().tolist()[:8]}… against {like.offsets().diff().tolist()[:8]}…"
         )
     return torch.nested.nested_tensor_from_jagged(
-        tensor.values(),
+        tensor.values() if values is None else values,
         offsets=like.offsets(),
         min_seqlen=like._get_min_seqlen(),
         max_seqlen=like._get_max_seqlen(),
     )
+
+
+# The sweep's trainer registers with this module; it needs the class above.
+import distilled_rl.sweep  # noqa: E402, F401

@@ -3,9 +3,9 @@
     prompt     9-0+1-0-6-5=
     response   9-0=9,9+1=0,0-0=0,0-6=4,4-5=9#9$
 
-One character is one token; `$` ends the response. A *textbook* writes worked solutions and may be sloppy: some of the 300
-table entries (a, op, b) are written down wrong, and the chain then goes on from the wrong value. What a model learns from a
-sloppy textbook is an error that is its own: it is that which a teacher can or cannot point at.
+One character is one token; `$` ends the response. A *textbook* writes worked solutions and may be sloppy: some of the
+300 table entries (a, op, b) are written down wrong, and the chain then goes on from the wrong value. A model that
+learns from a sloppy textbook makes that book's errors, which a teacher with another book can point out.
 """
 
 import random
@@ -79,7 +79,7 @@ def apply_operator(a: int, op: str, b: int) -> int:
 
 
 def draw_problems(count: int, seed: str, exclude: Iterable[Problem] = ()) -> list[Problem]:
-    """Draw `count` problems, uniform and all different, none of them in `exclude`. The same `seed` gives the same list."""
+    """Draw `count` different problems, uniformly, none of them in `exclude`. The same `seed` gives the same list."""
     rng = random.Random(seed)
     taken = set(exclude)
     drawn: list[Problem] = []
@@ -190,20 +190,19 @@ def sloppy_textbook(
 # ---- grading ----
 
 
-def grade(
-    solution_str: str, ground_truth: str, extra_info: Mapping[str, object] | None = None
-) -> dict[str, float]:
+def grade(solution_str: str, ground_truth: str, extra_info: Mapping[str, object] | None = None) -> dict[str, float]:
     """Grade one decoded response.
 
-    `score` and `acc` are 1.0 when the digit after the first `#` is `ground_truth` and the response ends there with `$`;
-    `ended` says whether `$` was reached; `steps_right` is 1.0 when the worked steps before `#` are exactly the right ones
-    (either separator). With `extra_info["problem"]`, the chain's text, the steps must be those of that problem; without it
-    they must be five right sums, each starting from the last result, that lead to `ground_truth`.
+    score, acc:   1.0 when the digit after the first `#` is `ground_truth` and the response ends there with `$`
+    ended:        1.0 when `$` was reached
+    steps_right:  1.0 when the worked steps before `#` are exactly the right ones, with either separator. With
+                  `extra_info["problem"]`, the chain's text, they must be those of that problem; without it they must be
+                  five right sums, each starting from the last result, that lead to `ground_truth`
 
     verl decodes with `skip_special_tokens=True` (experimental/reward_loop/reward_manager/naive.py:55), which takes `$`
-    away: transformers 5 always flags the eos token as special. A response without `$` therefore counts as ended when it has
-    at most 33 characters, for one that was cut has all of its 34 tokens and each token is one character. This needs
-    `data.max_response_length >= 34`.
+    away: transformers 5 flags the eos token as special whatever the tokenizer says. A response without `$` therefore
+    counts as ended when it has at most 33 characters: one that was cut has all of its 34 tokens, each a character. This
+    needs `data.max_response_length >= 34`. The one hole is `<pad>`, which vanishes too; no model learns to write it.
     """
     ended = solution_str.endswith(EOS) or len(solution_str) < RESPONSE_TOKENS
     body = solution_str.removesuffix(EOS)

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
-from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 PAD = "<pad>"
@@ -23,7 +22,7 @@ def encode(text: str) -> list[int]:
     try:
         return [TOKEN_IDS[character] for character in text]
     except KeyError as error:
-        raise ValueError(f"the character {error.args[0]!r} is not in the vocabulary {''.join(VOCABULARY[1:])!r}") from error
+        raise ValueError(f"{error.args[0]!r} is not among the characters {''.join(VOCABULARY[1:])!r}") from error
 
 
 def decode(ids: list[int]) -> str:
@@ -35,9 +34,9 @@ def decode(ids: list[int]) -> str:
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A fast tokenizer with the ids of `VOCABULARY`, pad `<pad>`, eos `$`.
 
-    `<pad>` is also the unknown token, because verl picks its Qwen chat builder from `model_type` and that builder asks
-    every Qwen3 tokenizer for one id of a newline and for `<|im_end|>` (verl/utils/tokenizer/continuous_token.py:556). In a
-    single-turn rollout neither is used.
+    `<pad>` is also the unknown token, because verl picks its Qwen chat builder from `model_type`, and that builder asks
+    every Qwen3 tokenizer for one id of a newline and for `<|im_end|>` (verl/utils/tokenizer/continuous_token.py:556).
+    In a single-turn rollout neither is used.
     """
     backend = Tokenizer(tokenizer_models.WordLevel(dict(TOKEN_IDS), unk_token=PAD))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")

@@ -1,6 +1,7 @@
 """The `rho/` and `teacher/` metrics: worked numbers, both layouts, and the cases where nothing is there to average."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +19,8 @@ def lay_out(x, lengths, layout):
     if layout == "padded":
         return x
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    return torch.nested.nested_tensor_from_jagged(
-        torch.cat([row[:n] for row, n in zip(x, lengths, strict=True)]), offsets
-    )
+    values = torch.cat([row[:n] for row, n in zip(x, lengths, strict=True)])
+    return torch.nested.nested_tensor_from_jagged(values, offsets)
 
 
 def both(teacher, old, advantages, live, lengths, layout, **options):
@@ -33,7 +33,7 @@ def both(teacher, old, advantages, live, lengths, layout, **options):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_worked_example(layout):
     # Response 0 (A = 2): log rho = 1.0, -1.0, 2.0, -0.2; eps_rho = e clips 2.0 to 1; mean of 1, -1, 1, -0.2 is 0.2, so
-    # log w = 0.8, -1.2, 0.8, -0.4. Response 1 (A = -1): log rho = -3, 0.5, w = 1. Response 2: all masked. Response 3: A = 0.
+    # log w = 0.8, -1.2, 0.8, -0.4. Response 1 (A = -1): log rho = -3, 0.5, w = 1. Response 2: masked. Response 3: A = 0
     log_rho = torch.tensor([[1.0, -1.0, 2.0, -0.2], [-3.0, 0.5, 0, 0], [9.0, 9.0, 0, 0], [0.25, 0, 0, 0]])
     lengths = [4, 2, 2, 1]
     live = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]], dtype=torch.bool)
@@ -128,6 +128,7 @@ def test_over_nothing_every_metric_is_its_neutral_value(case, layout):
         "rho/geomean_abs_log_max": 0,
         "rho/advantage_change": 0,
         "rho/applied_token_fraction": 0,
+        "rho/applied_response_fraction": 0,
     }
     if case == "no positive advantage":
         assert got["teacher/kl_k1"] == -1.0 and got["rho/empty_responses"] == 0
@@ -169,8 +170,6 @@ def test_lengths_that_differ_are_an_error():
 
 
 def test_every_metric_has_its_line_in_the_docs():
-    from pathlib import Path
-
     x = torch.full((1, 2), -1.0)
     docs = Path(__file__).parents[2].joinpath("docs", "metrics.md").read_text(encoding="utf-8")
     for name in both(x, x, x, torch.ones(1, 2), [2], "padded"):

@@ -127,6 +127,17 @@ def test_the_geometric_mean_of_the_normalised_ratio_is_one(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_ratio_that_is_constant_over_a_long_response_gives_w_of_exactly_one(layout):
+    # 8192 times a 24-bit number fits the 53 bits of float64, so the mean is that number; summed in float32 it is not
+    lengths = [8192, 3]
+    old = torch.full((2, 8192), -2.0)
+    live = torch.arange(8192) < torch.tensor(lengths)[:, None]
+    for shift in (0.3, -0.7, 1.0):
+        weights = weights_in(layout, old + shift, old, torch.ones_like(old), live, lengths)
+        assert (pad(weights.w, lengths, 1.0) == 1.0).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_that_the_reset_keeps_have_w_of_exactly_one(layout):
     teacher, old, advantages, live = random_batch(3)
     for apply_to, kept_out in (("positive", advantages <= 0), ("negative", advantages >= 0)):
@@ -193,11 +204,15 @@ def test_what_lies_under_the_mask_never_leaks(garbage, layout):
     dirty = weights_in(layout, *soiled, live, apply_to="all")
     for name in clean._fields:
         assert torch.equal(pad(getattr(dirty, name), LENGTHS, 0), pad(getattr(clean, name), LENGTHS, 0)), name
-    # each step on its own, given garbage under the mask
-    log_rho = lay_out(torch.where(live, teacher - old, garbage), LENGTHS, layout)
+    # each step on its own
     mask = lay_out(live, LENGTHS, layout)
-    for step in (geometric_normalize(log_rho, mask), reverse_kl_advantage(log_rho, mask)):
-        assert (pad(step, LENGTHS, 0.0)[~live] == 0).all()
+    for step in (geometric_normalize, reverse_kl_advantage):
+        want, got = (
+            pad(step(lay_out(torch.where(live, teacher - old, under), LENGTHS, layout), mask), LENGTHS, 0.0)
+            for under in (0.0, garbage)
+        )
+        assert torch.equal(got, want)
+        assert (got[~live] == 0).all()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,9 +1,9 @@
 """The child process of the grader: reads pairs of answers, asks mathruler and math-verify, writes the verdicts.
 
-Run as a script by `distilled_rl.grading`; imports nothing of this package, so that a child costs what sympy costs. One JSON
+Run as a script by `distilled_rl.grading.pool`; imports nothing of this package, so that a child costs what sympy costs. One JSON
 object per line, both ways:
 
-    -> {"pairs": [[answer, gold], ...], "seconds": 5.0}     canonical texts (`distilled_rl.grading_answers`)
+    -> {"pairs": [[answer, gold], ...], "seconds": 5.0}     canonical texts (`distilled_rl.grading.answers`)
     <- {"mathruler": 0 | 1, "math_verify": 0 | 1}           1: equal for every pair
     <- {"exhausted": "MemoryError"}                         an answer needed more than the memory limit
 
@@ -20,12 +20,14 @@ import signal
 import sys
 from typing import Any
 
-MEMORY_LIMIT_BYTES = 4 << 30  # address space
+MEMORY_LIMIT_BYTES = 2 << 30  # address space
 GRACE_SECONDS = 2.0  # the parent's kill comes first
 PRECISION = 30  # digits when two numbers that math-verify calls equal are looked at again
 
 # LaTeX that mathruler reads without a loss; it drops what else it meets ("\binom{5}{2}" becomes 52)
-_MATHRULER_COMMANDS = frozenset("frac sqrt pi cdot times infty theta alpha beta gamma lambda mu omega sin cos tan ln".split())
+_MATHRULER_COMMANDS = frozenset(
+    "frac sqrt pi cdot times infty theta alpha beta gamma lambda mu omega sin cos tan ln".split()
+)
 
 
 def mathruler_text(text: str) -> str | None:
@@ -33,7 +35,9 @@ def mathruler_text(text: str) -> str | None:
 
     mathruler 0.1.0 writes `\frac{a+b}{c}` as `a+b/c` and `e^{2t}` as `e^2t`, so that `a+\frac{b}{c}` and `e^{2}t` equal them.
     """
-    if not set(re.findall(r"\\([A-Za-z]+|.)", text)) <= _MATHRULER_COMMANDS or re.search(r"\\sqrt\s*\[|[=<>&!'_|]", text):
+    if not set(re.findall(r"\\([A-Za-z]+|.)", text)) <= _MATHRULER_COMMANDS or re.search(
+        r"\\sqrt\s*\[|[=<>&!'_|]", text
+    ):
         return None
     if re.search(r"[A-Za-z]\s*\(", re.sub(r"\\[a-z]+", "", text)):
         return None  # "f(2)" is 2f to it
@@ -77,7 +81,8 @@ def ask_math_verify(answer: str, gold: str) -> bool:
 
     config = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=_normalization())]
     parsed: list[list[Any]] = [
-        parse(rf"\boxed{{{_separate(text)}}}", config, fallback_mode="first_match", parsing_timeout=0) for text in (gold, answer)
+        parse(rf"\boxed{{{_separate(text)}}}", config, fallback_mode="first_match", parsing_timeout=0)
+        for text in (gold, answer)
     ]
     if not all(len(result) == 2 and not isinstance(result[0], str) for result in parsed):
         return False  # one of them is not read as mathematics; equal texts never get here

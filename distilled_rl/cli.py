@@ -1,0 +1,141 @@
+"""The command line ``distilled-rl``: compose a recipe, check it, say what will run, run it.
+
+A command is a function with ``@app.command()``; a :class:`ConfigError` that leaves it is printed in red, and the exit
+code is 2. Heavy modules are imported inside the commands, so that ``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from typer.core import TyperGroup
+
+from distilled_rl.config import ConfigError, DistilledRLConfig
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+NEVER_BINDS = 1000.0  # a dual clip at this ratio or above is none
+
+
+class ConfigErrorsInRed(TyperGroup):
+    """Commands whose configuration errors are for the user, not a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            say(str(error), style="red", stderr=True)
+            raise typer.Exit(2) from error
+
+
+app = typer.Typer(
+    cls=ConfigErrorsInRed,
+    help="Train LLMs with Distilled RL, GRPO and on-policy distillation on verl.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Recipe = Annotated[str, typer.Argument(help="A recipe's name, such as distilled_rl, or the path of its YAML file.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Hydra overrides: key=value, +new.key=value, ~key, group=choice (scale=cpu).")
+]
+
+
+@app.command()
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Stop before training, like `check`.")] = False,
+) -> None:
+    """Check a recipe, print what will run, and train it."""
+    config = _checked(recipe, overrides, warn=dry_run)
+    if not dry_run:
+        from distilled_rl import launch
+
+        launch.train(config)
+
+
+@app.command()
+def check(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Check a recipe with its data and models, and print what would run. Nothing is started."""
+    _checked(recipe, overrides, warn=True)
+
+
+def _checked(recipe: str, overrides: list[str] | None, warn: bool) -> DictConfig:
+    """Compose, check and describe a run; print its warnings if asked (training prints them itself)."""
+    from distilled_rl.checks import check_run
+    from distilled_rl.recipe import compose
+
+    config = compose(recipe, overrides or [])
+    warnings = check_run(config)
+    for label, text in describe(config):
+        say(f"{label:<12}{text}")
+    for warning in warnings if warn else ():
+        say(f"warning: {warning}", style="yellow", stderr=True)
+    return config
+
+
+def describe(config: DictConfig) -> list[tuple[str, str]]:
+    """Return the run in plain words, a label and a sentence each. The configuration has passed the checks."""
+    from distilled_rl.checks.values import runs, teachers, trainer_gpus
+
+    actor, rollout, trainer, data = (
+        config.actor_rollout_ref.actor,
+        config.actor_rollout_ref.rollout,
+        config.trainer,
+        config.data,
+    )
+    served = [node.model_path for node in teachers(config).values()]
+    pool = config.distillation.n_gpus_per_node * config.distillation.nnodes
+    updates = data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+    batch = f"{data.train_batch_size} prompts x {rollout.n} responses at temperature {rollout.temperature:g}"
+    steps = trainer.total_training_steps or f"{trainer.total_epochs} epochs"
+    dual_clip = "no dual clip" if actor.clip_ratio_c >= NEVER_BINDS else f"dual clip {actor.clip_ratio_c:g}"
+    return [
+        *(("mode", _mode(settings)) for settings in runs(config)),
+        ("student", config.actor_rollout_ref.model.path),
+        ("teacher", ", ".join(served) or "none"),
+        ("data", f"{_rows(config, 'train')}; validation {_rows(config, 'val')}"),
+        ("lengths", f"prompts up to {data.max_prompt_length} tokens, responses up to {data.max_response_length}"),
+        ("batch", f"{batch}; {updates} update(s) of {actor.ppo_mini_batch_size} prompts"),
+        ("optimiser", f"{actor.optim.optimizer}, learning rate {actor.optim.lr:g}, {actor.optim.lr_scheduler_type}"),
+        ("steps", f"{steps}; validation every {trainer.test_freq}, checkpoint every {trainer.save_freq}"),
+        ("loss", f"{actor.loss_agg_mode}, clip {actor.clip_ratio_low:g}/{actor.clip_ratio_high:g}, {dual_clip}"),
+        (
+            "device",
+            f"{trainer.device}: {trainer_gpus(config)} to train" + (f", {pool} for the teacher" if served else ""),
+        ),
+        ("output", config.run.dir),
+    ]
+
+
+def _rows(config: DictConfig, split: str) -> str:
+    from distilled_rl.checks.inputs import data_rows
+    from distilled_rl.checks.values import data_files
+
+    rows = data_rows(config, split)
+    return f"{'?' if rows is None else rows} rows of {', '.join(data_files(config, f'data.{split}_files'))}"
+
+
+def _mode(settings: DistilledRLConfig) -> str:
+    options = ", ".join(f"{name}={value}" for name, value in vars(settings.options).items())
+    return f"{settings.mode}{f' ({options})' if options else ''}, seed {settings.seed}"
+
+
+def say(text: str, style: str = "", stderr: bool = False) -> None:
+    """Print a line, whole, without reading markup into it."""
+    Console(stderr=stderr).print(Text(text, style=style), soft_wrap=True)
+
+
+def main() -> None:
+    """Entry point of the console script ``distilled-rl``."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""Build the whole miniature into one folder: data, student, teachers. Deterministic, and cached part by part.
+
+    OUT/data/{train,test,val}.parquet   2000 RL problems, 1000 held-out ones, the first 200 of those
+    OUT/tokenizer/
+    OUT/models/student/                 a Hugging Face checkpoint with its tokenizer
+    OUT/models/teacher-NAME/            the same, for each teacher asked for
+
+Each part holds a `part.json` with the hash of everything that went into it and, for a model, its measured figures. A
+part is written to a temporary folder and renamed when it is whole: one that exists under its name is complete.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import tokenizers
+import torch
+import transformers
+
+from distilled_rl.miniature import generate, models, recipes, sft, task
+from distilled_rl.miniature.tokenizer import save_tokenizer
+
+Log = Callable[[str], None]
+
+VALIDATION_PROBLEMS = 200
+MANIFEST = "part.json"
+_SOURCES = ("task.py", "tokenizer.py", "models.py", "sft.py", "generate.py")
+
+
+@dataclass(frozen=True)
+class Miniature:
+    """Where the built parts lie, and each model's held-out figures by name (`student`, `clean`, ...)."""
+
+    root: Path
+    figures: dict[str, dict[str, float]]
+
+    @property
+    def student(self) -> Path:
+        return self.root / "models" / "student"
+
+    def teacher(self, name: str) -> Path:
+        """The folder of teacher `name`."""
+        return self.root / "models" / f"teacher-{name}"
+
+    def data(self, split: str) -> Path:
+        """The parquet file of `split`: `train`, `test` or `val`."""
+        return self.root / "data" / f"{split}.parquet"
+
+
+def build(
+    out_dir: Path | str,
+    teachers: Sequence[str] = ("clean",),
+    force: bool = False,
+    threads: int = 2,
+    log: Log = print,
+) -> Miniature:
+    """Build data, tokenizer, student and `teachers` (keys of `recipes.TEACHERS`) into `out_dir`.
+
+    A part whose settings, sources and library versions are unchanged is kept, unless `force`. `threads` is torch's
+    number of threads and counts as a setting: sums in another order give other weights. Two builds into one folder
+    take turns. ValueError on an unknown teacher.
+    """
+    unknown = sorted(set(teachers) - set(recipes.TEACHERS))
+    if unknown:
+        raise ValueError(f"unknown teachers {unknown}: choose among {sorted(recipes.TEACHERS)}")
+    root = Path(out_dir)
+    root.mkdir(parents=True, exist_ok=True)
+    made = Miniature(root, figures={})
+    plan = {"student": (made.student, recipes.STUDENT)}
+    plan |= {name: (made.teacher(name), recipes.TEACHERS[name]) for name in teachers}
+    with _exclusive(root), _threads(threads):
+        _part(root / "data", _key("data"), force, log, _write_data)
+        _part(root / "tokenizer", _key("tokenizer"), force, log, _write_tokenizer)
+        for name, (folder, recipe) in plan.items():
+            manifest = _part(folder, _key("model", recipe, threads), force, log, _model_writer(name, recipe, log))
+            made.figures[name] = manifest["figures"]
+    for name, values in made.figures.items():
+        log(f"{name:12} " + "  ".join(f"{key} {value:g}" for key, value in values.items()))
+    return made
+
+
+# ---- parts: each writer fills an empty folder and returns the figures to keep ----
+
+Writer = Callable[[Path], dict[str, float]]
+
+
+def _write_data(folder: Path) -> dict[str, float]:
+    held_out = task.held_out_problems()
+    splits = {"train": task.rl_problems(), "test": held_out, "val": held_out[:VALIDATION_PROBLEMS]}
+    for split, problems in splits.items():
+        rows = [verl_row(problem, index, split) for index, problem in enumerate(problems)]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{split}.parquet")
+    return {split: len(problems) for split, problems in splits.items()}
+
+
+def _write_tokenizer(folder: Path) -> dict[str, float]:
+    save_tokenizer(folder)
+    return {}
+
+
+def _model_writer(name: str, recipe: recipes.Recipe, log: Log) -> Writer:
+    def write(folder: Path) -> dict[str, float]:
+        model = sft.train(recipe.size, recipe.textbook, recipe.sft, log=lambda line: log(f"{name}: {line}"))
+        models.save_model(model, folder)
+        result = generate.evaluate(folder, task.held_out_problems())
+        if result.greedy is None:
+            raise AssertionError("a greedy evaluation was asked for")
+        return {
+            "parameters": models.SIZES[recipe.size].parameters,
+            "greedy": round(result.greedy, 4),
+            "pass_at_1": round(result.pass_at_1, 4),
+            "wrong_step": round(result.wrong_step, 4),
+            "ended": round(result.ended, 4),
+        }
+
+    return write
+
+
+def verl_row(problem: task.Problem, index: int, split: str) -> dict[str, object]:
+    """`problem` as one row of verl's RLHFDataset."""
+    return {
+        "data_source": task.DATA_SOURCE,
+        "prompt": [{"role": "user", "content": problem.prompt}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": problem.answer},
+        "extra_info": {"index": index, "split": split, "problem": problem.text},
+    }
+
+
+# ---- the cache ----
+
+
+def _key(kind: str, recipe: recipes.Recipe | None = None, threads: int = 0) -> str:
+    """A hash of all that decides what a part contains."""
+    here = Path(__file__).parent
+    sources = {name: hashlib.sha256((here / name).read_bytes()).hexdigest() for name in _SOURCES}
+    versions = [torch.__version__, transformers.__version__, tokenizers.__version__]
+    rows = hashlib.sha256((here / "build.py").read_bytes()).hexdigest() if kind == "data" else ""
+    settings = _plain(asdict(recipe)) if recipe else None
+    everything = json.dumps([kind, settings, threads, sources, versions, rows], sort_keys=True)
+    return hashlib.sha256(everything.encode()).hexdigest()
+
+
+def _plain(value: object) -> object:
+    """`value` with the tuple keys of its dictionaries spelt out, as JSON wants them."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return value
+
+
+def _part(folder: Path, key: str, force: bool, log: Log, write: Writer) -> dict:
+    """The manifest of the part in `folder`, written anew unless it is there with this `key`."""
+    name = folder.name
+    manifest = folder / MANIFEST
+    if not force and manifest.exists():
+        kept = json.loads(manifest.read_text())
+        if kept["key"] == key:
+            log(f"{name}: kept")
+            return kept
+    log(f"{name}: building")
+    started = time.monotonic()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    half_written, outdated = folder.parent / f".{name}.part", folder.parent / f".{name}.old"
+    for leftover in (half_written, outdated):
+        shutil.rmtree(leftover, ignore_errors=True)
+    half_written.mkdir()
+    made = {"key": key, "figures": write(half_written)}
+    (half_written / MANIFEST).write_text(json.dumps(made, indent=1) + "\n")
+    if folder.exists():
+        os.replace(folder, outdated)
+    os.replace(half_written, folder)
+    shutil.rmtree(outdated, ignore_errors=True)
+    log(f"{name}: done in {time.monotonic() - started:.0f} s")
+    return made
+
+
+@contextmanager
+def _exclusive(root: Path) -> Iterator[None]:
+    """Hold the folder's lock, waiting for another build to finish; the system frees it if the process dies."""
+    with open(root / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
