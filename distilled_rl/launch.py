@@ -20,6 +20,7 @@ CPU_ENVIRONMENT: Mapping[str, str] = {
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs inside its server actor: one process less
     "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_worker_niceness": "0",  # Ray starts workers at nice 15; on a shared machine they would starve
 }
 QUIET_ENVIRONMENT: Mapping[str, str] = {
     "VLLM_NO_USAGE_STATS": "1",

@@ -167,4 +167,102 @@ def _last_line(directory: Path) -> dict | None:
     return None
 
 
-__all__ = ["MODES", "Plan", "Progress", "describe", "train"]
+def build_miniature(out: Path, teachers: Sequence[str], say: Callable[[str], None]) -> None:
+    """Build the miniature in a child process (its memory is gone before training starts). Raises ``RuntimeError``."""
+    folder = out / "miniature"
+    command = [sys.executable, "-m", "distilled_rl.miniature", "build", "--out", str(folder), "--teachers", ",".join(teachers)]
+    log = out / "logs" / "miniature.log"
+    seen = len(log.read_text(encoding="utf-8").splitlines()) if log.is_file() else 0
+
+    def poll() -> None:
+        nonlocal seen
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        for line in lines[seen:]:
+            say(line)
+        seen = len(lines)
+
+    status = Watched(command, log).wait(poll)
+    if status != 0:
+        raise RuntimeError(f"building the miniature failed with status {status}; the end of {log}:\n{tail(log)}")
+
+
+def evaluate(plan: Plan, say: Callable[[str], None]) -> None:
+    """Evaluate base, teacher, and every finished run on the held-out problems; evaluations of the same model are kept."""
+    from distilled_rl.miniature.evaluation import evaluate as evaluate_model
+    from distilled_rl.report import read_evaluation, write_evaluation
+
+    models = plan.out / "miniature" / "models"
+    wanted: list[tuple[str, str, Path, dict]] = [("base", "base", models / "student", {})]
+    if any(mode != "grpo" for mode in plan.modes):
+        teacher = models / f"teacher-{plan.teacher}"
+        wanted.append((f"teacher-{plan.teacher}", "teacher", teacher, {"teacher": plan.teacher}))
+    for run in sweep_runs(plan.compose()):
+        step = last_step(run.directory)
+        if step < plan.steps:
+            continue
+        settings = run.settings
+        identity = {"mode": settings.mode, "seed": settings.seed, "step": step}
+        identity["teacher"] = plan.teacher if settings.needs_teacher else None
+        folder = run.directory / "checkpoints" / f"global_step_{step}" / "actor" / "huggingface"
+        wanted.append((run.name, "trained", folder, identity))
+    for name, role, folder, identity in wanted:
+        path = plan.out / "eval" / f"{name}.json"
+        newest = (folder / "model.safetensors").stat().st_mtime
+        if path.is_file() and path.stat().st_mtime > newest:
+            kept = read_evaluation(path)
+            if kept.model == str(folder) and kept.step == identity.get("step"):
+                continue
+        result = evaluate_model(name, role, folder, identity)
+        write_evaluation(result, plan.out / "eval")
+        say(f"{name:34} pass@1 {result.pass_at_1:.3f}  greedy {result.greedy_accuracy:.3f}")
+
+
+def report(out: Path, notes: Sequence[str] = ()) -> Path:
+    """Write the report over everything in ``out`` and print its table."""
+    from distilled_rl.miniature.expected import EXPECTED
+    from distilled_rl.report import print_table, read_evaluations, summarise, write_report
+    from distilled_rl.runs import find_runs, read_runs
+
+    runs, broken = read_runs(find_runs(out / "runs"))
+    evaluations = read_evaluations(out / "eval")
+    summary = summarise(runs, evaluations, expected=EXPECTED)
+    path = write_report(
+        out, runs, evaluations, expected=EXPECTED, summary=summary, title="The miniature", notes=[*notes, *costs(out)], broken=broken
+    )
+    print_table(summary)
+    return path
+
+
+def costs(out: Path) -> list[str]:
+    """Return a sentence for each start of training: minutes and peak memory."""
+    path = out / "cost.jsonl"
+    if not path.is_file():
+        return []
+    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [
+        f"training process ({entry['teacher']} teacher; {', '.join(entry['modes'])}; {len(entry['seeds'])} seed(s), "
+        f"{entry['steps']} steps): {entry['seconds'] / 60:.1f} min, peak {entry['peak_pss_bytes'] / 2**30:.1f} GiB (PSS of the "
+        f"process tree), exit status {entry['exit_status']}"
+        for entry in entries
+    ]
+
+
+def run(plans: Sequence[Plan], say: Callable[[str], None]) -> Path:
+    """Build, train, evaluate, and report; every finished part is re-used. Returns the report's path.
+
+    Raises :class:`ConfigError` for a plan that cannot work, before anything is built.
+    """
+    started = time.monotonic()
+    out = plans[0].out
+    for plan in plans:
+        plan.compose()
+    build_miniature(out, sorted({plan.teacher for plan in plans}), say)
+    for plan in plans:
+        train(plan, say)
+        evaluate(plan, say)
+    path = report(out)
+    say(f"{path}  (this call: {(time.monotonic() - started) / 60:.1f} min)")
+    return path
+
+
+__all__ = ["MODES", "Plan", "Progress", "build_miniature", "costs", "describe", "evaluate", "report", "run", "train"]

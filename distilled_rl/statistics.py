@@ -202,8 +202,7 @@ def _t_interval(x: Floats, level: float, bounds: tuple[float, float]) -> Interva
 def _t_test(d: Floats) -> float:
     if _constant(d):
         return math.nan
-    _, p_value = stats.ttest_1samp(d, 0.0)
-    return float(p_value)
+    return float(np.asarray(stats.ttest_1samp(d, 0.0))[1])
 
 
 def _constant(x: Floats) -> bool:

@@ -59,24 +59,25 @@ def _results(summary: Summary) -> list[str]:
         f"Student {summary.student}; pass@1 on {summary.setting}.\n",
         "## Results\n",
         result_table(summary).markdown(),
-        "pass@1: share of right samples. CI: bootstrap over problems (BCa), or t-interval over RL seeds, as said. Seeds: "
-        "those averaged; steps, rollouts, teacher tokens and minutes are per run.\n",
+        "pass@1: share of right samples. CI: bootstrap over problems (BCa), or t-interval over RL seeds, as said. "
+        "Seeds: those averaged; steps, rollouts, teacher tokens and minutes are per run.\n",
     ]
     expected = summary.expected
     if expected:
         sections.append(
-            f"Simulator: {expected.source}, {expected.steps} steps; ± is a 95 % t-interval of the mean over its seeds, and "
-            "one seed alone scatters about twice as widely. Verdict: inside, our value lies in that interval; near, only "
-            "our interval reaches it; outside, neither. Its student and teachers come from another initialisation and its "
-            "samples from another sampler: a near miss is no finding, a clear miss asks for its cause.\n"
+            f"Simulator: {expected.source}, {expected.steps} steps; ± is a 95 % t-interval of the mean over its "
+            "seeds, and one seed alone scatters about twice as widely. Verdict: inside, our value lies in that "
+            "interval; near, only our interval reaches it; outside, neither. Its student and teachers come from "
+            "another initialisation and its samples from another sampler: a near miss is no finding, a clear miss "
+            "asks for its cause.\n"
         )
     differences = difference_table(summary)
     if differences.rows:
         sections += [
             f"## {differences.title}\n",
             differences.markdown(),
-            "Over problems: bootstrap of the per-problem differences, p from the sign-flip permutation test. Over seeds: "
-            "t-interval and paired t-test over the shared RL seeds, from three on.\n",
+            "Over problems: bootstrap of the per-problem differences, p from the sign-flip permutation test. Over "
+            "seeds: t-interval and paired t-test over the shared RL seeds, from three on.\n",
         ]
     return sections
 

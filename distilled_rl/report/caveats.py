@@ -24,22 +24,23 @@ def caveats(
         )
     if any(count >= 3 for count in counts):
         lines.append(
-            "Rows with three seeds or more: a t-interval over RL seeds, for one student, one checkpoint per teacher, and "
-            "this one set of problems."
+            "Rows with three seeds or more: a t-interval over RL seeds, for one student, one checkpoint per teacher, "
+            "and this one set of problems."
         )
     finished = [run for group in groups for run in group.runs if run.finished]
     rollouts = {run.rollouts for run in finished}
     if len(finished) > 1 and len(rollouts) == 1:
         lines.append(
-            f"Equal rollouts ({rollouts.pop():,} per run), not equal time: a teacher costs forward passes of its own, and "
-            "what it cost to train the teacher is not counted."
+            f"Equal rollouts ({rollouts.pop():,} per run), not equal time: a teacher costs forward passes of its own, "
+            "and what it cost to train the teacher is not counted."
         )
     elif len(finished) > 1:
         lines.append("The runs differ in rollouts as well as in minutes: the scores are not at an equal budget.")
     if finished:
         lines.append(
-            "Minutes are those in training steps, on the machine at hand: without start-up, validation, and steps that a "
-            "restart repeated. Teacher tokens are the prompt and response tokens of the rollouts that the teacher scored."
+            "Minutes are those in training steps, on the machine at hand: without start-up, validation, and steps "
+            "that a restart repeated. Teacher tokens are the prompt and response tokens of the rollouts that the "
+            "teacher scored."
         )
     if any(len(set(e.correct)) == 1 for e in evaluations):
         lines.append(

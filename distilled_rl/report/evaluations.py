@@ -102,7 +102,7 @@ def write_evaluation(evaluation: Evaluation, folder: Path | str) -> Path:
 
 
 def read_evaluation(path: Path | str) -> Evaluation:
-    """Read one evaluation. EvaluationError names the file: not there, no JSON, missing or unknown key, wrong numbers."""
+    """Read one evaluation. EvaluationError names the file: no such file, no JSON, other keys, wrong numbers."""
     try:
         content: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
         problems = content.pop("problems")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def write_atomic(path: Path, content: str | bytes) -> Path:
-    """Write `content` (text as UTF-8) to `path` by a temporary file beside it and a rename; make its folder if needed."""
+    """Write `content` (text as UTF-8) to `path` by a temporary file and a rename; make its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

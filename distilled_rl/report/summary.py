@@ -110,7 +110,7 @@ def summarise(runs: Sequence[Run], evaluations: Sequence[Evaluation], expected: 
 
 
 def _comparable(evaluations: Sequence[Evaluation]) -> tuple[list[Evaluation], list[str]]:
-    """Those on the problems and at the temperature of the base model (else the first), and a line for each other one."""
+    """Those on the problems and at the temperature of the base model (else the first), and a line on each other."""
     seen: dict[tuple, str] = {}
     for e in evaluations:
         key = ("base",) if e.role == "base" else (e.role, e.mode, e.teacher, e.seed, e.step)
@@ -123,7 +123,8 @@ def _comparable(evaluations: Sequence[Evaluation]) -> tuple[list[Evaluation], li
     usable = [e for e in evaluations if _problems(e) == _problems(reference)]
     left_out = [
         f"evaluation {e.name}: pass@1 {e.pass_at_1:.3f} on other problems or at another temperature than "
-        f"{reference.name} ({e.problems} problems at {e.temperature:g}, against {reference.problems} at {reference.temperature:g})"
+        f"{reference.name} ({e.problems} problems at {e.temperature:g}, against {reference.problems} at "
+        f"{reference.temperature:g})"
         for e in evaluations
         if e not in usable
     ]

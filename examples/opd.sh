@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Train with recipes/opd.yaml; every argument is a Hydra override, for example student=local student.model=PATH.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bash scripts/setup.sh
+exec .venv/bin/distilled-rl train opd "$@"

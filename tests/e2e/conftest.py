@@ -1,0 +1,151 @@
+"""Real verl runs on the CPU, as few as possible: each fixture is one start of Ray, verl, and vLLM that many tests read.
+
+Every start is a process tree with a hard time limit; whatever is left of it is killed.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from distilled_rl.processes import Watched, tail
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_SECONDS = 900.0
+STUDENT_LR = "actor_rollout_ref.actor.optim.lr=1e-3"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run directory that a real run left behind."""
+
+    directory: Path
+
+    def steps(self) -> list[dict]:
+        """Return the metrics of steps 1, 2, …, later starts of the run overriding earlier ones."""
+        lines: dict[int, dict] = {}
+        for log in sorted(self.directory.glob("metrics-*.jsonl")):
+            for line in log.read_text(encoding="utf-8").splitlines():
+                entry = json.loads(line)
+                lines.setdefault(entry["step"], {}).update(entry["data"])
+        return [lines[step] for step in sorted(lines) if step > 0]
+
+    def weights(self) -> dict:
+        """Return the student's weights after the last step, as Hugging Face names them."""
+        from safetensors.torch import load_file
+
+        [folder] = sorted((self.directory / "checkpoints").glob("global_step_*/actor/huggingface"))
+        return load_file(folder / "model.safetensors")
+
+    def weights_at(self, step: int) -> dict:
+        """Return the student's weights after ``step``."""
+        from safetensors.torch import load_file
+
+        return load_file(self.directory / f"checkpoints/global_step_{step}/actor/huggingface/model.safetensors")
+
+    def model(self) -> Path:
+        """Return the folder of the Hugging Face checkpoint after the last step."""
+        [folder] = sorted((self.directory / "checkpoints").glob("global_step_*/actor/huggingface"))
+        return folder
+
+
+def run_command(command: Sequence[str], log: Path, limit: float = LIMIT_SECONDS, **environment: str) -> None:
+    """Run to a successful end within ``limit`` seconds, or fail with the end of the log."""
+    watched = Watched(command, log, environment=environment)
+    status = watched.wait(lambda: None, timeout=limit)
+    assert status == 0, f"exit status {status}; the end of the log:\n{tail(log, 60)}"
+
+
+def train_command(recipe: str, overrides: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "distilled_rl.cli", "train", recipe, *overrides]
+
+
+@pytest.fixture(scope="session")
+def miniature() -> Path:
+    """Build the miniature's student and clean teacher, or re-use the ones of an earlier session (cached by content)."""
+    out = ROOT / "outputs" / "test-miniature"
+    command = [sys.executable, "-m", "distilled_rl.miniature", "build", "--out", str(out)]
+    run_command(command, ROOT / "outputs" / "test-miniature.log")
+    return out
+
+
+@pytest.fixture(scope="session")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("e2e")
+
+
+def sweep(work: Path, name: str, miniature: Path, runs: Sequence[str], overrides: Sequence[str]) -> dict[str, Finished]:
+    out = work / name
+    command = train_command(
+        "miniature_sweep",
+        [
+            f"dataset.dir={miniature}",
+            f"run.output={out}",
+            f"sweep.runs=[{','.join(runs)}]",
+            "trainer.val_before_train=false",
+            "trainer.test_freq=-1",
+            STUDENT_LR,
+            *overrides,
+        ],
+    )
+    run_command(command, out / "log.txt", HYDRA_FULL_ERROR="1", PYTHONFAULTHANDLER="1")
+    return {path.name: Finished(path) for path in out.iterdir() if (path / "checkpoints").is_dir()}
+
+
+@pytest.fixture(scope="session")
+def twin(work: Path, miniature: Path) -> dict[str, Finished]:
+    """Three steps with the student's own first weights as the teacher, and three that must equal GRPO."""
+    runs = [
+        "{name:grpo,mode:grpo,seed:1}",
+        "{name:eps1,mode:distilled_rl,seed:1,eps_rho:1.0}",
+        "{name:lambda0,mode:opd_rl,seed:1,teacher_coef:0.0}",
+        "{name:twin,mode:distilled_rl,seed:1}",
+    ]
+    return sweep(
+        work,
+        "twin",
+        miniature,
+        runs,
+        [
+            *("teacher=local", "teacher.name=twin", f"teacher.model={miniature}/models/student"),
+            *("trainer.total_training_steps=3", "trainer.save_freq=3"),
+        ],
+    )
+
+
+@pytest.fixture(scope="session")
+def four(work: Path, miniature: Path) -> dict[str, Finished]:
+    """Six steps of each mode with the clean teacher, one mini-batch a step, the first step's tensors dumped."""
+    modes = {"grpo": "", "opd": "", "opd_rl": ",teacher_coef:0.3", "distilled_rl": ""}
+    runs = [
+        f"{{name:{mode},mode:{mode},seed:1{more},dump_dir:{work}/dumps/{mode},dump_steps:[1]}}" for mode, more in modes.items()
+    ]
+    return sweep(work, "four", miniature, runs, FOUR_SETTINGS)
+
+
+FOUR_SETTINGS = [
+    *("teacher.name=clean", "trainer.total_training_steps=6", "trainer.save_freq=6"),
+    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def leave_nothing_behind() -> None:
+    """Check that no process and no shared-memory file of the tests' runs is left when they end."""
+    before = set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
+    yield  # type: ignore[misc]
+    import psutil
+
+    left = [p.info for p in psutil.process_iter(["pid", "ppid", "cmdline"]) if _is_ours(p.info["cmdline"])]
+    assert not left, f"processes left behind: {left}"
+    after = set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
+    assert not after - before, f"shared memory left behind: {sorted(after - before)}"
+
+
+def _is_ours(command: list[str] | None) -> bool:
+    text = " ".join(command or [])
+    return "ray::" in text or "raylet" in text or "gcs_server" in text or "EngineCore" in text
