@@ -132,7 +132,8 @@ def main() -> int:
     parser.add_argument("--median", type=float, default=700.0, help="median of the lognormal lengths")
     parser.add_argument("--sigma", type=float, default=0.9, help="their spread: standard deviation of the log")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2, help="torch threads")
+    # Ray sets OMP_NUM_THREADS=1 for an actor that asks for no CPU, as verl's TaskRunnerV1 (ray/_private/utils.py)
+    parser.add_argument("--threads", type=int, default=1, help="torch threads")
     parser.add_argument("--repeats", type=int, default=7, help="timed repeats per way, interleaved")
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     parser.add_argument("--peak-of", choices=WAYS, help=argparse.SUPPRESS)
@@ -146,7 +147,7 @@ def main() -> int:
     argv = [x for name in shared for x in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
     print(
         f"lengths: lognormal, median {args.median:g}, sigma {args.sigma:g}, clipped to [1, {args.max_length}], "
-        f"seed {args.seed}; torch {torch.__version__}, {args.threads} threads, median of {args.repeats} repeats\n"
+        f"seed {args.seed}; torch {torch.__version__}, {args.threads} thread(s), median of {args.repeats} repeats\n"
         f"{'rows':>6} {'mean len':>9} {'padded s':>9} {'jagged s':>9} {'speed-up':>9} "
         f"{'padded MiB':>11} {'jagged MiB':>11} {'memory':>7} {'max diff':>9}  goals"
     )

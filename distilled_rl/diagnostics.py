@@ -28,7 +28,7 @@ def weight_metrics(weights: TeacherWeights, advantages: Tensor, mask: Tensor, ep
     rho, w_applied, log_eps = log_rho[live].double(), w[applied].double(), math.log(eps_rho)
     size = torch.where(live, advantage, 0.0).double().abs()
     live_per_row, applied_per_row = row_sum(live, offsets), row_sum(applied, offsets)
-    log_geomean = row_sum(torch.where(applied, w.log(), 0.0), offsets) / applied_per_row.clamp(min=1)
+    log_geomean = row_sum(w.log(), offsets) / applied_per_row.clamp(min=1)
     live_rows = live_per_row > 0
     return {
         "rho/log_mean": _mean(rho),

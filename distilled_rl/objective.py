@@ -118,7 +118,7 @@ def flatten(**tensors: Any) -> list[Tensor]:
     """[response boundaries [B + 1], the values [N] of each]. ValueError: not the same layout and lengths throughout."""
     (first_name, first), boundaries = next(iter(tensors.items())), []
     for name, x in tensors.items():
-        if x.dim() != 2 or x.is_nested and (x.layout != torch.jagged or x.lengths() is not None):
+        if x.dim() != 2 or (x.is_nested and (x.layout != torch.jagged or x.lengths() is not None)):
             raise ValueError(f"{name} must be padded [B, T] or contiguous jagged [B, j], not {tuple(x.shape)}.")
         boundaries.append(x.offsets() if x.is_nested else x.shape[1] * torch.arange(x.shape[0] + 1, device=x.device))
         if x.is_nested != first.is_nested or not torch.equal(boundaries[0].long(), boundaries[-1].long()):

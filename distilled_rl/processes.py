@@ -48,6 +48,53 @@ def tree_pss(pid: int) -> int:
     return total
 
 
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def shared_memory_files() -> set[str]:
+    """Return the names of this user's files in /dev/shm (empty where there is no such directory)."""
+    if not SHARED_MEMORY.is_dir():
+        return set()
+    names = set()
+    for path in SHARED_MEMORY.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_uid == os.getuid():
+                names.add(path.name)
+    return names
+
+
+def remove_orphaned_shared_memory(before: set[str]) -> list[str]:
+    """Remove shared-memory files that appeared since ``before`` and that no living process has mapped or open.
+
+    A process that is killed (as Ray kills its actors at the end of a run) cannot unlink its semaphores and buffers.
+    Returns the names removed.
+    """
+    new = shared_memory_files() - before
+    if not new:
+        return []
+    used = {name for process in psutil.process_iter() for name in _shared_memory_in_use(process.pid)}
+    removed = sorted(new - used)
+    for name in removed:
+        with contextlib.suppress(FileNotFoundError):
+            (SHARED_MEMORY / name).unlink()
+    return removed
+
+
+def _shared_memory_in_use(pid: int) -> set[str]:
+    """Return the names of the files in /dev/shm that a process has mapped or open; what is gone meanwhile is skipped."""
+    folder, used = Path("/proc") / str(pid), set()
+    with contextlib.suppress(OSError):
+        lines = (folder / "maps").read_text(encoding="utf-8", errors="replace").splitlines()
+        used |= {Path(line.split()[5]).name for line in lines if " /dev/shm/" in line}
+    with contextlib.suppress(OSError):
+        for link in (folder / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                target = os.readlink(link)
+                if target.startswith("/dev/shm/"):
+                    used.add(Path(target.split(" ")[0]).name)
+    return used
+
+
 class Watched:
     """A command in a process group of its own, its output in a file, its peak memory measured.
 
@@ -64,6 +111,7 @@ class Watched:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
         self.peak_bytes = 0
+        self._shared_memory = shared_memory_files()
         self._stream = log.open("ab")
         self.process = subprocess.Popen(
             list(command),
@@ -101,13 +149,14 @@ class Watched:
             self.close()
 
     def close(self) -> None:
-        """Kill whatever is left of the tree and close the log."""
+        """Kill whatever is left of the tree, remove the shared memory it leaves behind, and close the log. Idempotent."""
         self._stop.set()
         kill_tree(self.process.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self._sampler.join(timeout=10)
+        remove_orphaned_shared_memory(self._shared_memory)
         self._stream.close()
 
 

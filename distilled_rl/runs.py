@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from distilled_rl.checks.values import SWEEP_MODE
 from distilled_rl.launch import log_files
 from distilled_rl.methods import get_method
 
@@ -89,8 +90,12 @@ class Run:
 
 
 def find_runs(output: Path | str) -> list[Path]:
-    """Directories directly in `output` that look like runs (they hold a config.yaml), by name."""
-    return sorted(path.parent for path in Path(output).glob("*/config.yaml"))
+    """Directories directly in `output` that hold a config.yaml, by name, without those of sweeps themselves.
+
+    A sweep trains runs that have directories of their own; its own holds nothing but its configuration and first checkpoint.
+    """
+    found = sorted(path.parent for path in Path(output).glob("*/config.yaml"))
+    return [directory for directory in found if not _is_sweep(directory / "config.yaml")]
 
 
 def read_runs(directories: Iterable[Path | str]) -> tuple[list[Run], list[str]]:
@@ -195,6 +200,14 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise RunError(f"{path}: expected a mapping of settings")
     return config
+
+
+def _is_sweep(file: Path) -> bool:
+    """Whether the configuration is a sweep's; those of its runs name verl's trainer. A broken file is for `read_run`."""
+    try:
+        return _get(_read_config(file), "trainer.v1.trainer_mode") == SWEEP_MODE
+    except RunError:
+        return False
 
 
 def _get(config: dict[str, Any], key: str) -> Any:

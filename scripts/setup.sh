@@ -168,10 +168,9 @@ write_state() { say "$kind $dev $flash_attn $1" >"$state"; }
 is_current() {
     [ "$done_hash" = "$(wanted_hash)" ] || return 1
     grep -qF "$venv" "$venv/bin/activate" 2>/dev/null || return 1
-    [ -x "$venv/bin/distilled-rl" ] && [ -x "$uv" ] || return 1
+    [ -x "$venv/bin/distilled-rl" ] || return 1
     if [ -n "${PYTHON:-}" ] && [ "$(python_version "$PYTHON")" != "$(python_version "$py")" ]; then return 1; fi
-    # Every pinned package is still there in its version (no network: this only looks).
-    "$uv" pip install --python "$py" --offline --no-deps --dry-run -r "$requirements" 2>&1 | grep -q 'Would make no changes'
+    "$py" "$root/scripts/verify_install.py" --pins "$requirements"
 }
 
 check_disk() {

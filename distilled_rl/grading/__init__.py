@@ -7,8 +7,8 @@ r"""The grader: one and the same for the training reward and for evaluation.
     reward.custom_reward_function.reward_kwargs: {verdict: any, seconds: 5.0}      # optional
 
 `answers` finds the last `\boxed{}` of a response and brings it to one spelling, `rules` decides what needs no algebra,
-`pool` asks mathruler and math-verify in a child process (`worker`) that is killed when one answer takes too long. A killed
-answer scores 0 with `timeout` 1: count those before reading an accuracy. Importing this package imports no mathematics.
+`pool` asks mathruler and math-verify in a child process (`worker`) that is killed when one answer takes too long. A
+killed answer scores 0 with `timeout` 1: count those before reading an accuracy. Importing this imports no mathematics.
 """
 
 import numbers
@@ -117,7 +117,5 @@ def _gold_text(value: object) -> str:
         )
     text = str(value).strip()
     if not text:
-        raise ValueError(
-            "ground_truth is empty, so that no answer can be right: drop such rows when preparing the data"
-        )
+        raise ValueError("ground_truth is empty, so that no answer can be right: drop such rows from the data")
     return text

@@ -196,7 +196,7 @@ def _split_unit(text: str) -> tuple[str, str, bool, int]:
         words = re.findall("[A-Za-z]+", unit)
         if not all(word in _SHORT_UNITS or len(word) >= 4 for word in words):
             return as_it_is
-    if any(word.lower() in _NOT_A_UNIT for word in words):
+    if "," in unit or any(word.lower() in _NOT_A_UNIT for word in words):
         return as_it_is
     first = words[0].lower() if words else ""
     if first == "percent":

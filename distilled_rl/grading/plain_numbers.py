@@ -1,4 +1,4 @@
-r"""Exact values of numbers that need no algebra: `1,000` without its comma, `8.7e8`, `0.\overline{3}`, `1\frac{1}{2}`, `3/4`."""
+r"""Exact values of numbers that need no algebra: `0.5`, `8.7e8`, `0.\overline{3}`, `1\frac{1}{2}`, `3/4`."""
 
 import re
 from fractions import Fraction

@@ -1,11 +1,12 @@
 """Grading processes: started when needed, kept between calls, killed when one answer takes too long.
 
-The limit counts the child's processor time, so that a busy machine does not turn honest answers into time-outs; the kernel
-enforces it (see `worker`). On the wall clock an answer may take WALL_FACTOR times that; then the parent kills the child.
+The limit counts the child's processor time, so that a busy machine does not turn honest answers into time-outs; the
+kernel enforces it (see `worker`). On the wall clock an answer may take WALL_FACTOR times that; then the parent kills
+the child.
 
 `sys.executable` runs the child, so no process with threads is forked. A child does not outlive its parent: the parent's
-end closes the child's stdin. (Not PR_SET_PDEATHSIG: that fires when the *thread* that started the child ends, and verl
-calls from a pool of threads.)
+end closes the child's stdin. (Not PR_SET_PDEATHSIG: that fires when the *thread* that started the child ends, and
+verl calls from a pool of threads.)
 """
 
 import atexit
@@ -78,7 +79,7 @@ class _Child:
             raise GraderError(f"grading needs math-verify and mathruler, which setup.py names: {hello['error']}")
 
     def ask(self, pairs: Pairs, seconds: float) -> dict[str, Any]:
-        """Raises TimeoutError if the answer took too long, EOFError or BrokenPipeError if the child is or falls dead."""
+        """Raises TimeoutError if the answer took too long, EOFError or BrokenPipeError if the child is dead or dies."""
         stdin = self.process.stdin
         assert stdin is not None
         stdin.write((json.dumps({"pairs": pairs, "seconds": seconds}) + "\n").encode("ascii"))

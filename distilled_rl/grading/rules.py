@@ -11,7 +11,7 @@ import re
 from distilled_rl.grading.answers import MAX_ANSWER_CHARS, TEXT, Answer, canonical, is_closed, is_name, split_top
 
 MAX_MEMBERS = 4  # `x = a = b = c`: equalities in one answer that are looked at
-MAX_DEPTH = 60  # nested brackets; deeper texts are only compared as text
+MAX_DEPTH = 20  # nested brackets; deeper texts are only compared as text
 
 _RELATION = re.compile(r"[<>]|\\(?:le|ge|lt|gt)(?![A-Za-z])")
 _MANY_VALUED = re.compile(r"\\(?:cup|cap|pm|mp)(?![A-Za-z])")
@@ -40,7 +40,7 @@ def decide(answer: Answer, gold: Answer) -> bool | list[tuple[str, str]]:
 
 
 def _pair_up(answer: Answer, gold: Answer) -> list[tuple[Answer, Answer]]:
-    """What must be equal for `answer` to be right: its value for `x = 5`, every member for `x = 1/2 = 0.5`; [] if wrong."""
+    """What must be equal for `answer` to be right; [] if it is wrong. Of `x = 1/2 = 0.5` every member but the name."""
     members, gold_members = _members(answer.text), _members(gold.text)
     if len(members) == len(gold_members) == 1:
         return [(answer, gold)]

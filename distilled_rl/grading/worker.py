@@ -10,9 +10,9 @@ One JSON object per line, both ways:
 The first line it writes is {"ready": true} or {"ready": false, "error": ...}. A kernel timer (SIGPROF) ends it when one
 request has taken `seconds` of processor time, whatever it is doing; the end of stdin ends it while it waits.
 
-Neither library is asked about two expressions whose values differ, and what they get is written so that they read all of
-it. That keeps their false positives out: mathruler 0.1.0 takes `\frac{a+b}{c}` for `a+\frac{b}{c}` and `\binom{5}{2}` for
-52; math-verify 0.9.0 takes `10^{-20}\sqrt{2}` for `10^{-20}` and `x^2=-1` for `x^2=-4`.
+Neither library is asked about two expressions whose values differ, and what they get is written so that they read all
+of it. That keeps their false positives out: mathruler 0.1.0 takes `\frac{a+b}{c}` for `a+\frac{b}{c}` and
+`\binom{5}{2}` for 52; math-verify 0.9.0 takes `10^{-20}\sqrt{2}` for `10^{-20}` and `x^2=-1` for `x^2=-4`.
 """
 
 import functools
@@ -47,8 +47,9 @@ def ask_mathruler(answer: str, gold: str) -> bool:
 
 
 def mathruler_text(text: str) -> str | None:
-    r"""`text` with the braces of fractions, powers and roots as parentheses, for mathruler drops braces; None if it cannot
-    be written so. A letter before a parenthesis is refused too: `f(2)` is `2f` to mathruler.
+    r"""`text` with parentheses for the braces of fractions, powers and roots: mathruler drops braces.
+
+    None if it cannot be written so, or has a letter before a parenthesis: to mathruler `f(2)` is `2f`.
     """
     if not set(re.findall(r"\\([A-Za-z]+|.)", text)) <= _MATHRULER_COMMANDS or re.search(r"sqrt\s*\[|[=<>&!'_|]", text):
         return None
@@ -92,9 +93,8 @@ def ask_math_verify(answer: str, gold: str) -> bool:
     if left is None or right is None:
         return False
     if isinstance(left, sympy.Eq) and isinstance(right, sympy.Eq):
-        return _are_proportional(
-            left, right
-        )  # math-verify solves both, which may take minutes, and compares the solutions
+        # math-verify would solve both, for minutes at times, and compare the solutions
+        return _are_proportional(left, right)
     if not verify(left, right, timeout_seconds=0, allow_set_relation_comp=True):
         return False
     if isinstance(left, sympy.Expr) and isinstance(right, sympy.Expr) and left.is_number and right.is_number:
@@ -105,7 +105,7 @@ def ask_math_verify(answer: str, gold: str) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def parse_whole(text: str) -> Any:
-    """What math-verify reads in a canonical text, None unless it is mathematics to the end: the grammar may stop early."""
+    """What math-verify reads in a canonical text; None unless it reads all of it, for its grammar may stop early."""
     from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
     from latex2sympy2_extended.math_normalization import NormalizationConfig
     from math_verify.parser import LatexExtractionConfig, parse

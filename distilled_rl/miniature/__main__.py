@@ -13,20 +13,17 @@ def build_command(
     out: Annotated[Path, typer.Option(help="Folder to build into; finished parts in it are kept.")],
     teachers: Annotated[str, typer.Option(help="Teachers, separated by commas, or `all`.")] = "clean",
     force: Annotated[bool, typer.Option(help="Build every part anew.")] = False,
-    threads: Annotated[int, typer.Option(help="Torch threads; another number gives slightly other weights.")] = 2,
+    workers: Annotated[int, typer.Option(help="Models to train side by side, one core each.", min=1)] = 2,
 ) -> None:
     """Build data, tokenizer, student and teachers."""
-    from transformers.utils import logging
-
     from distilled_rl.miniature.build import build
     from distilled_rl.miniature.recipes import TEACHERS
 
-    logging.disable_progress_bar()
     names = list(TEACHERS) if teachers == "all" else [name.strip() for name in teachers.split(",") if name.strip()]
     unknown = sorted(set(names) - set(TEACHERS))
     if unknown:
         raise typer.BadParameter(f"unknown teachers {unknown}: choose among {', '.join(TEACHERS)} or all")
-    build(out, teachers=names, force=force, threads=threads, log=typer.echo)
+    build(out, teachers=names, force=force, workers=workers)
 
 
 @app.command("evaluate")

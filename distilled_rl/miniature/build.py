@@ -12,10 +12,12 @@ part is written to a temporary folder and renamed when it is whole: one that exi
 import fcntl
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -56,18 +58,24 @@ class Miniature:
         return self.root / "data" / f"{split}.parquet"
 
 
+def say(line: str) -> None:
+    """Print a line at once; the log of a build, also from its worker processes."""
+    print(line, flush=True)
+
+
 def build(
     out_dir: Path | str,
     teachers: Sequence[str] = ("clean",),
     force: bool = False,
-    threads: int = 2,
-    log: Log = print,
+    workers: int = 2,
+    log: Log = say,
 ) -> Miniature:
     """Build data, tokenizer, student and `teachers` (keys of `recipes.TEACHERS`) into `out_dir`.
 
-    A part whose settings, sources and library versions are unchanged is kept, unless `force`. `threads` is torch's
-    number of threads and counts as a setting: sums in another order give other weights. Two builds into one folder
-    take turns. ValueError on an unknown teacher.
+    A part whose settings, sources and library versions are unchanged is kept, unless `force`. Up to `workers` models
+    are made side by side, each in a process of its own with one thread, so that the weights do not depend on the number
+    of cores; then `log` has to be a function that a process can be handed. Two builds into one folder take turns.
+    ValueError on an unknown teacher.
     """
     unknown = sorted(set(teachers) - set(recipes.TEACHERS))
     if unknown:
@@ -77,15 +85,29 @@ def build(
     made = Miniature(root, figures={})
     plan = {"student": (made.student, recipes.STUDENT)}
     plan |= {name: (made.teacher(name), recipes.TEACHERS[name]) for name in teachers}
-    with _exclusive(root), _threads(threads):
+    with _exclusive(root):
         _part(root / "data", _key("data"), force, log, _write_data)
         _part(root / "tokenizer", _key("tokenizer"), force, log, _write_tokenizer)
-        for name, (folder, recipe) in plan.items():
-            manifest = _part(folder, _key("model", recipe, threads), force, log, _model_writer(name, recipe, log))
-            made.figures[name] = manifest["figures"]
+        jobs = {name: (folder, recipe, force, log) for name, (folder, recipe) in plan.items()}
+        made.figures.update(_side_by_side(jobs, workers))
     for name, values in made.figures.items():
-        log(f"{name:12} " + "  ".join(f"{key} {value:g}" for key, value in values.items()))
+        log(f"{name:8} " + "  ".join(f"{key} {value:g}" for key, value in values.items()))
     return made
+
+
+def _side_by_side(jobs: dict[str, tuple], workers: int) -> dict[str, dict[str, float]]:
+    """Run `_build_model` on each job's arguments; the figures by name. One worker means this very process."""
+    if workers == 1 or len(jobs) == 1:
+        return {name: _build_model(*job) for name, job in jobs.items()}
+    with ProcessPoolExecutor(min(workers, len(jobs)), mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = {name: pool.submit(_build_model, *job) for name, job in jobs.items()}
+        return {name: future.result() for name, future in futures.items()}
+
+
+def _build_model(folder: Path, recipe: recipes.Recipe, force: bool, log: Log) -> dict[str, float]:
+    transformers.utils.logging.disable_progress_bar()
+    with _one_thread():
+        return _part(folder, _key("model", recipe), force, log, _model_writer(folder.name, recipe, log))["figures"]
 
 
 # ---- parts: each writer fills an empty folder and returns the figures to keep ----
@@ -97,7 +119,7 @@ def _write_data(folder: Path) -> dict[str, float]:
     held_out = task.held_out_problems()
     splits = {"train": task.rl_problems(), "test": held_out, "val": held_out[:VALIDATION_PROBLEMS]}
     for split, problems in splits.items():
-        rows = [verl_row(problem, index, split) for index, problem in enumerate(problems)]
+        rows = [task.verl_row(problem, index, split) for index, problem in enumerate(problems)]
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{split}.parquet")
     return {split: len(problems) for split, problems in splits.items()}
 
@@ -125,28 +147,15 @@ def _model_writer(name: str, recipe: recipes.Recipe, log: Log) -> Writer:
     return write
 
 
-def verl_row(problem: task.Problem, index: int, split: str) -> dict[str, object]:
-    """`problem` as one row of verl's RLHFDataset."""
-    return {
-        "data_source": task.DATA_SOURCE,
-        "prompt": [{"role": "user", "content": problem.prompt}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": problem.answer},
-        "extra_info": {"index": index, "split": split, "problem": problem.text},
-    }
-
-
 # ---- the cache ----
 
 
-def _key(kind: str, recipe: recipes.Recipe | None = None, threads: int = 0) -> str:
+def _key(kind: str, recipe: recipes.Recipe | None = None) -> str:
     """A hash of all that decides what a part contains."""
-    here = Path(__file__).parent
-    sources = {name: hashlib.sha256((here / name).read_bytes()).hexdigest() for name in _SOURCES}
+    sources = [hashlib.sha256((Path(__file__).parent / name).read_bytes()).hexdigest() for name in _SOURCES]
     versions = [torch.__version__, transformers.__version__, tokenizers.__version__]
-    rows = hashlib.sha256((here / "build.py").read_bytes()).hexdigest() if kind == "data" else ""
     settings = _plain(asdict(recipe)) if recipe else None
-    everything = json.dumps([kind, settings, threads, sources, versions, rows], sort_keys=True)
+    everything = json.dumps([kind, settings, sources, versions], sort_keys=True)
     return hashlib.sha256(everything.encode()).hexdigest()
 
 
@@ -192,9 +201,9 @@ def _exclusive(root: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    torch.set_num_threads(1)
     try:
         yield
     finally:

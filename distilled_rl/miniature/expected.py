@@ -40,7 +40,7 @@ EXPECTED = Expected(
     teachers={
         "clean": Figure(0.981, None, 1.000),
         "weak": Figure(0.617, None, 0.607),
-        "weak_shared": Figure(0.600, None, 0.578),
+        "shared": Figure(0.600, None, 0.578),
         "peer": Figure(0.348, None, 0.357),
     },
     results={
@@ -51,9 +51,9 @@ EXPECTED = Expected(
         ("weak", "opd"): Figure(0.764, 0.008, 0.951),
         ("weak", "opd_rl"): Figure(0.817, 0.007, 0.990),
         ("weak", "distilled_rl"): Figure(0.783, 0.022, 0.963),
-        ("weak_shared", "opd"): Figure(0.544, 0.015, 0.600),
-        ("weak_shared", "opd_rl"): Figure(0.738, 0.010, 0.928),
-        ("weak_shared", "distilled_rl"): Figure(0.754, 0.018, 0.943),
+        ("shared", "opd"): Figure(0.544, 0.015, 0.600),
+        ("shared", "opd_rl"): Figure(0.738, 0.010, 0.928),
+        ("shared", "distilled_rl"): Figure(0.754, 0.018, 0.943),
         ("peer", "opd"): Figure(0.715, 0.020, 0.915),
         ("peer", "opd_rl"): Figure(0.802, 0.014, 0.987),
         ("peer", "distilled_rl"): Figure(0.766, 0.023, 0.957),

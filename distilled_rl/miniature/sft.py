@@ -55,7 +55,7 @@ def response_loss(model: Qwen3ForCausalLM, ids: torch.Tensor) -> torch.Tensor:
 def train(size: str, textbook: task.Textbook, settings: SFTSettings, log: Log | None = None) -> Qwen3ForCausalLM:
     """Train a new model of `size` on `steps * batch` different problems solved by `textbook`, seen once each.
 
-    The same arguments give the same weights on the same machine and thread count.
+    The same arguments give the same weights on the same kind of CPU and with the same number of threads.
     """
     problems = task.sft_problems(settings.steps * settings.batch, str(settings.seed))
     corpus = encode_corpus(problems, textbook, settings.seed)

@@ -109,6 +109,17 @@ def sft_problems(count: int, seed: str) -> list[Problem]:
     return draw_problems(count, f"miniature/sft/{seed}", exclude={*rl_problems(), *held_out_problems()})
 
 
+def verl_row(problem: Problem, index: int, split: str) -> dict[str, object]:
+    """`problem` as one row of verl's RLHFDataset; `extra_info["problem"]` lets the grader check the steps."""
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": problem.prompt}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": problem.answer},
+        "extra_info": {"index": index, "split": split, "problem": problem.text},
+    }
+
+
 # ---- textbooks ----
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from distilled_rl.report.files import write_atomic
 from distilled_rl.report.groups import Group, group_runs, mode_colours
@@ -146,17 +146,22 @@ def _draw(curve: Curve, groups: list[Group]) -> bytes:
     teachers = sorted({group.teacher for group in groups if group.teacher}) or [""]
     across = min(2, len(teachers))
     down = -(-len(teachers) // across)
-    figure = Figure(figsize=(8, 4.5 if down == 1 and across == 1 else 3.3 * down), dpi=100, layout="constrained")
+    figure = Figure(figsize=(8, 4.8 if len(teachers) == 1 else 0.6 + 3 * down), dpi=100, layout="constrained")
     panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flatten()
-    for panel, teacher in zip(panels, teachers, strict=False):
+    legend = {}
+    for position, (panel, teacher) in enumerate(zip(panels, teachers, strict=False)):
         for group in groups:
             if group.teacher in (None, teacher):
                 _draw_group(panel, curve, group, colours[group.mode])
         _dress(panel, curve, curve.title if len(teachers) == 1 else f"teacher {teacher}")
+        panel.set_ylabel("" if position % across else curve.label)
+        lines, labels = panel.get_legend_handles_labels()
+        legend |= dict(zip(labels, lines, strict=True))
     for panel in panels[len(teachers) :]:
         panel.remove()
     if len(teachers) > 1:
         figure.suptitle(curve.title, fontsize=13)
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=min(4, len(legend)), frameon=False)
     stream = io.BytesIO()
     figure.savefig(stream, format="png")
     return stream.getvalue()
@@ -170,17 +175,19 @@ def _draw_group(panel: Axes, curve: Curve, group: Group, colour: str) -> None:
     if len(lines) == 1:
         if curve.smooth:
             panel.plot(raw[0].index, raw[0], color=colour, alpha=0.25, linewidth=1)
-        panel.plot(lines[0].index, lines[0], color=colour, linewidth=2, label=group.label, **marker)
+        panel.plot(lines[0].index, lines[0], color=colour, linewidth=2, label=group.panel_label, **marker)
     elif lines:
         seeds = pd.concat(lines, axis=1)
         mean = seeds.mean(axis=1)
-        panel.fill_between(mean.index, seeds.min(axis=1), seeds.max(axis=1), color=colour, alpha=0.18, linewidth=0)
-        panel.plot(mean.index, mean, color=colour, linewidth=2, label=f"{group.label} ({len(lines)} seeds)", **marker)
+        panel.fill_between(mean.index, seeds.min(axis=1), seeds.max(axis=1), color=colour, alpha=0.13, linewidth=0)
+        panel.plot(
+            mean.index, mean, color=colour, linewidth=2, label=f"{group.panel_label} ({len(lines)} seeds)", **marker
+        )
     for run in group.runs:
         series = curve.read(run)
         if not run.finished and len(series):
             series = _smooth(series) if curve.smooth else series
-            label = f"{group.label}, seed {run.seed} (unfinished)"
+            label = f"{group.panel_label}, seed {run.seed} (unfinished)"
             panel.plot(series.index, series, color=colour, linewidth=1.5, linestyle=":", label=label, **marker)
 
 
@@ -191,10 +198,12 @@ def _smooth(series: pd.Series) -> pd.Series:
 def _dress(panel: Axes, curve: Curve, title: str) -> None:
     panel.set_title(title, fontsize=12)
     panel.set_xlabel("training step")
-    panel.set_ylabel(curve.label)
-    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    panel.tick_params(labelbottom=True)
     panel.grid(alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)
     if curve.log:
         panel.set_yscale("log")
-    panel.legend(fontsize=9, framealpha=0.85)
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_minor_formatter(NullFormatter())

@@ -19,13 +19,17 @@ _FURTHER_COLOURS = ("#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
 
 @dataclass(frozen=True)
 class Group:
-    """The runs of one mode, teacher and planned number of steps, by seed; `label` tells it from the other groups."""
+    """The runs of one mode, teacher and planned number of steps, by seed.
+
+    `label` tells it from the other groups; `panel_label` does so among those with the same teacher or none.
+    """
 
     mode: str
     teacher: str | None
     total_steps: int | None
     runs: tuple[Run, ...]
     label: str
+    panel_label: str
 
 
 def mode_label(mode: str) -> str:
@@ -67,10 +71,8 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
                 raise ValueError(
                     f"runs {one.name} and {other.name} have the same mode, teacher, length and seed {one.seed}"
                 )
-        label = mode_label(mode)
-        if many_teachers and teacher:
-            label += f", {teacher}"
-        if many_lengths:
-            label += f", {steps} steps"
-        groups.append(Group(mode, teacher, steps, tuple(same), label))
+        named = f", {teacher}" if many_teachers and teacher else ""
+        length = f", {steps} steps" if many_lengths else ""
+        label, panel_label = f"{mode_label(mode)}{named}{length}", f"{mode_label(mode)}{length}"
+        groups.append(Group(mode, teacher, steps, tuple(same), label, panel_label))
     return groups

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table as RichTable
 
@@ -27,7 +28,7 @@ class Table:
 
     def rich(self) -> RichTable:
         """The table for a Rich console."""
-        table = RichTable(title=self.title, title_justify="left")
+        table = RichTable(title=self.title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
         for position, column in enumerate(self.columns):
             table.add_column(column, justify="right" if position else "left", overflow="fold")
         for row in self.rows:
@@ -35,38 +36,44 @@ class Table:
         return table
 
 
-def result_table(summary: Summary) -> Table:
-    """base, teachers and modes; the expected figures only where the summary has some."""
+def result_table(summary: Summary, compact: bool = False) -> Table:
+    """Base model, teachers, modes; the expected figures only where the summary has some. `compact`: for a console."""
     columns = (
         "",
         "pass@1 [95 % CI]",
         "CI over",
         "greedy",
         "seeds",
-        "RL steps",
+        "steps",
         "rollouts",
         "teacher tokens",
         "minutes",
     )
-    if summary.expected:
-        columns += ("simulator", "verdict")
-    return Table("Results", columns, tuple(_result_cells(row, summary.expected is not None) for row in summary.rows))
+    columns += ("simulator", "verdict")
+    drop = {"CI over", "teacher tokens"} if compact else set()
+    if not summary.expected:
+        drop |= {"simulator", "verdict"}
+    return _table("Results", columns, [_result_cells(row, compact) for row in summary.rows], drop)
 
 
 def difference_table(summary: Summary) -> Table:
-    """Paired differences of pass@1."""
-    columns = ("", "seeds", "difference [95 % CI over problems]", "p", "[95 % CI over seeds]", "p over seeds")
-    if summary.expected:
-        columns += ("simulator",)
-    rows = tuple(_difference_cells(row, summary.expected is not None) for row in summary.differences)
-    return Table("Differences of pass@1 on the same problems", columns, rows)
+    """Paired differences of pass@1; columns that would be empty are left out."""
+    columns = ("", "seeds", "difference [95 % CI]", "p", "[95 % CI over seeds]", "p over seeds", "simulator")
+    drop = set() if any(row.over_seeds for row in summary.differences) else {"[95 % CI over seeds]", "p over seeds"}
+    if not any(row.expected for row in summary.differences):
+        drop.add("simulator")
+    rows = [_difference_cells(row) for row in summary.differences]
+    return _table("Differences of pass@1 on the same problems", columns, rows, drop)
 
 
 def print_table(summary: Summary, console: Console | None = None) -> None:
-    """Print both tables, what is in neither, and the caveats."""
-    console = console or Console()
+    """Print both tables, what is in neither, and the caveats. The tables need about 100 columns."""
+    if console is None:
+        console = Console()
+        if not console.is_terminal:  # a log file: Rich would assume 80 columns
+            console = Console(width=100)
     console.print(f"student {summary.student}; pass@1 on {summary.setting}", highlight=False)
-    for table in (result_table(summary), difference_table(summary)):
+    for table in (result_table(summary, compact=True), difference_table(summary)):
         if table.rows:
             console.print(table.rich())
     for line in summary.left_out:
@@ -75,8 +82,19 @@ def print_table(summary: Summary, console: Console | None = None) -> None:
         console.print(f"- {line}", markup=False, highlight=False)
 
 
-def _result_cells(row: ResultRow, expected: bool) -> tuple[str, ...]:
-    cells = (
+def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], drop: set[str]) -> Table:
+    kept = [position for position, column in enumerate(columns) if column not in drop]
+    cells = [tuple(row[position] for position in kept) for row in (columns, *rows)]
+    return Table(title, cells[0], tuple(cells[1:]))
+
+
+def _result_cells(row: ResultRow, compact: bool) -> tuple[str, ...]:
+    figure = row.expected
+    simulator = NOTHING
+    if figure is not None:
+        spread = "" if figure.half_width is None else f" ± {figure.half_width:.3f}"
+        simulator = f"{figure.pass_at_1:.3f}{spread}" + ("" if compact else f" (greedy {figure.greedy:.3f})")
+    return (
         row.label,
         f"{row.pass_at_1.value:.3f} {_bounds(row.pass_at_1)}" if row.pass_at_1 else row.status,
         row.over or NOTHING,
@@ -84,28 +102,21 @@ def _result_cells(row: ResultRow, expected: bool) -> tuple[str, ...]:
         ", ".join(str(seed) for seed in row.seeds) or NOTHING,
         *(NOTHING if not count else f"{count:,}" for count in (row.steps, row.rollouts, row.teacher_tokens)),
         NOTHING if row.minutes is None else f"{row.minutes:.1f}",
+        simulator,
+        row.verdict or NOTHING,
     )
-    if not expected:
-        return cells
-    figure = row.expected
-    if figure is None:
-        return (*cells, NOTHING, NOTHING)
-    spread = "" if figure.half_width is None else f" ± {figure.half_width:.3f}"
-    return (*cells, f"{figure.pass_at_1:.3f}{spread} (greedy {figure.greedy:.3f})", row.verdict or NOTHING)
 
 
-def _difference_cells(row: DifferenceRow, expected: bool) -> tuple[str, ...]:
-    cells = (
+def _difference_cells(row: DifferenceRow) -> tuple[str, ...]:
+    return (
         row.label,
         ", ".join(str(seed) for seed in row.seeds),
         f"{row.over_problems.value:+.3f} {_bounds(row.over_problems, '+')}",
         _p_value(row.over_problems.p_value),
         _bounds(row.over_seeds, "+") if row.over_seeds else NOTHING,
         _p_value(row.over_seeds.p_value) if row.over_seeds else NOTHING,
+        f"{row.expected[0]:+.3f} ± {row.expected[1]:.3f}" if row.expected else NOTHING,
     )
-    if not expected:
-        return cells
-    return (*cells, f"{row.expected[0]:+.3f} ± {row.expected[1]:.3f}" if row.expected else NOTHING)
 
 
 def _bounds(interval: Interval, sign: str = "") -> str:

@@ -6,13 +6,15 @@ Every start is a process tree with a hard time limit; whatever is left of it is 
 import json
 import os
 import sys
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
-from distilled_rl.processes import Watched, tail
+from distilled_rl.processes import Watched, remove_orphaned_shared_memory, shared_memory_files, tail
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 900.0
@@ -133,19 +135,30 @@ FOUR_SETTINGS = [
 ]
 
 
+# Every process that a test starts inherits this variable: what is left behind is found by it.
+MARK, SESSION = "DISTILLED_RL_TEST_SESSION", uuid.uuid4().hex
+os.environ[MARK] = SESSION
+
+
 @pytest.fixture(autouse=True, scope="session")
-def leave_nothing_behind() -> None:
-    """Check that no process and no shared-memory file of the tests' runs is left when they end."""
-    before = set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
-    yield  # type: ignore[misc]
-    import psutil
-
-    left = [p.info for p in psutil.process_iter(["pid", "ppid", "cmdline"]) if _is_ours(p.info["cmdline"])]
+def leave_nothing_behind() -> Iterator[None]:
+    """Check that no process and no orphaned shared-memory file of the tests' runs is left when they end."""
+    before = shared_memory_files()
+    yield
+    left = [process.pid for process in psutil.process_iter() if process.pid != os.getpid() and _is_ours(process)]
     assert not left, f"processes left behind: {left}"
-    after = set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
-    assert not after - before, f"shared memory left behind: {sorted(after - before)}"
+    assert not remove_orphaned_shared_memory(before)
 
 
-def _is_ours(command: list[str] | None) -> bool:
-    text = " ".join(command or [])
-    return "ray::" in text or "raylet" in text or "gcs_server" in text or "EngineCore" in text
+def _is_ours(process: psutil.Process) -> bool:
+    try:
+        return process.environ().get(MARK) == SESSION and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A start of verl counts as the time of the first test that asks for it; the starts have their own limit."""
+    for item in items:
+        if "e2e" in item.keywords:
+            item.add_marker(pytest.mark.timeout(2 * LIMIT_SECONDS + 300))

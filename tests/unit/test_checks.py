@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 from omegaconf import OmegaConf
@@ -17,7 +15,7 @@ from tests.unit.valid_run import CONFIG, PROMPT_LENGTH, RESPONSE_LENGTH, VOCABUL
 MODES = ("grpo", "opd", "opd_rl", "distilled_rl")
 NEEDED = PROMPT_LENGTH + RESPONSE_LENGTH  # 50: what the student's server must hold
 ACTOR, ROLLOUT, DISTILLATION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "distillation"
-STUDENT = "actor_rollout_ref.model.path"
+STUDENT, REF = "actor_rollout_ref.model.path", "actor_rollout_ref.ref"
 TEACHER = f"{DISTILLATION}.teacher_models.teacher_model"
 LIMITS = f"{ROLLOUT}.max_model_len", f"{TEACHER}.inference.max_model_len"
 
@@ -104,12 +102,12 @@ REFUSED = {
         [f"{ACTOR}.loss_agg_mode is 'sequence-mean'", "must be one of token-mean"],
     ),
     "two KLs": (
-        {f"{ACTOR}.use_kl_loss": True, "algorithm.use_kl_in_reward": True, "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 64},
+        {f"{ACTOR}.use_kl_loss": True, "algorithm.use_kl_in_reward": True, f"{REF}.log_prob_micro_batch_size_per_gpu": 64},
         [f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward", "keep one"],
     ),
     "ref micro-batch": (
         {f"{ACTOR}.use_kl_loss": True},
-        ["actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu is None", "whole number"],
+        [f"{REF}.log_prob_micro_batch_size_per_gpu is None", "whole number"],
     ),
     "student context": ({LIMITS[0]: NEEDED - 1}, [f"{LIMITS[0]} is 49", "= 50", "raise dataset.max_model_len to 50"]),
     "teacher context": ({LIMITS[1]: NEEDED}, [f"{LIMITS[1]} is 50", "generated token = 51", "max_model_len to 51"]),
@@ -509,17 +507,6 @@ def test_gpu_recipe_on_a_machine_without_one(make_run, monkeypatch):
 
 def test_launch_refuses_before_it_touches_anything(make_run, tmp_path):
     config = make_run(changes={"run.dir": str(tmp_path / "run"), f"{ROLLOUT}.temperature": 0.6})
-    with pytest.raises(ConfigError, match="rollout.temperature is 0.6"):
+    with pytest.raises(ConfigError, match=r"rollout\.temperature is 0\.6"):
         launch.train(config)
     assert not (tmp_path / "run").exists()
-
-
-def test_checking_imports_neither_verl_nor_ray(make_run, tmp_path):
-    OmegaConf.save(make_run(), tmp_path / "run.yaml")
-    code = (
-        "import sys; from omegaconf import OmegaConf; from distilled_rl.checks import check_run\n"
-        "from distilled_rl.recipe import register_resolvers; register_resolvers()\n"
-        f"assert check_run(OmegaConf.load({str(tmp_path / 'run.yaml')!r})) == []\n"
-        "assert not {'verl', 'ray', 'vllm', 'transformers'} & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

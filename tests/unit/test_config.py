@@ -129,5 +129,5 @@ def test_sweep_refuses_a_bad_run_by_position():
         sweep_runs(sweep({"mode": "grpo"}, {"mode": "opd", "eps_rho": 3.0}))
     with pytest.raises(ConfigError, match=r"sweep.runs\[1\]: a second run is called 's-grpo-none-seed1'"):
         sweep_runs(sweep({"mode": "grpo"}, {"mode": "grpo"}))
-    with pytest.raises(ConfigError, match="a sweep needs sweep.runs"):
+    with pytest.raises(ConfigError, match=r"a sweep needs sweep\.runs"):
         sweep_runs(sweep())

@@ -283,7 +283,7 @@ def small_build(tmp_path, monkeypatch):
 
     def run(**options):
         lines.clear()
-        return build.build(tmp_path, threads=1, log=lines.append, **options)
+        return build.build(tmp_path, workers=1, log=lines.append, **options)
 
     return run, lines
 

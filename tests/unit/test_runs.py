@@ -5,7 +5,9 @@ import math
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
+from distilled_rl.recipe import compose
 from distilled_rl.runs import RunError, find_runs, read_run, read_runs
 
 CONFIG = {
@@ -144,7 +146,7 @@ def test_a_run_of_unknown_length_is_not_called_finished(make_run):
 def test_missing_and_empty_directories(tmp_path):
     with pytest.raises(RunError, match="no run directory"):
         read_run(tmp_path / "nowhere")
-    with pytest.raises(RunError, match="has no config.yaml"):
+    with pytest.raises(RunError, match=r"has no config\.yaml"):
         read_run(tmp_path)
 
 
@@ -169,6 +171,13 @@ def test_a_configuration_that_is_no_yaml_mapping(make_run, text, message):
     (directory / "config.yaml").write_text(text)
     with pytest.raises(RunError, match=message):
         read_run(directory)
+
+
+def test_a_sweeps_own_directory_is_no_run(make_run, tmp_path):
+    make_run([train_line(4)], name="run", trainer={"total_training_steps": 4, "v1": {"trainer_mode": "sync"}})
+    directory = make_run(name="sweep-clean")
+    OmegaConf.save(compose("miniature_sweep"), directory / "config.yaml", resolve=True)  # as `launch.train` does
+    assert [path.name for path in find_runs(tmp_path)] == ["run"]
 
 
 def test_several_runs(make_run, tmp_path):

@@ -65,7 +65,7 @@ def test_pass_at_k_refuses(correct, samples, k, message):
 
 
 def test_t_interval_of_a_worked_example():
-    # mean .5, s^2 = (.25 + 0 + .25)/2 = .25, s/sqrt(3) = .288675; t_{2, .975} = 4.302653: half width 1.242, cut at 0 and 1
+    # mean .5, s^2 = (.25 + 0 + .25)/2 = .25, s/sqrt(3) = .288675; t_{2, .975} = 4.302653: half width 1.242, cut at 0, 1
     interval = mean_with_ci([0.0, 0.5, 1.0], method="t")
     assert (interval.value, interval.low, interval.high) == (0.5, 0.0, 1.0)
     # at level .5: t_{2, .75} = .816497, half width .235702
@@ -82,6 +82,12 @@ def test_bootstrap_agrees_with_the_normal_interval_for_many_problems():
     assert interval.low == pytest.approx(scores.mean() - half, abs=0.08 * half)
     assert interval.high == pytest.approx(scores.mean() + half, abs=0.08 * half)
     assert interval == mean_with_ci(scores)  # the seed fixes it
+
+
+def test_bootstrap_follows_the_skew():
+    # 3 of 30 right: symmetric intervals would reach below 0, and further down than up
+    interval = mean_with_ci([1.0] * 3 + [0.0] * 27)
+    assert interval.low > 0 and interval.high - interval.value > 1.5 * (interval.value - interval.low)
 
 
 def test_problems_are_the_clusters():
