@@ -92,7 +92,8 @@ class Run:
 def find_runs(output: Path | str) -> list[Path]:
     """Directories directly in `output` that hold a config.yaml, by name, without those of sweeps themselves.
 
-    A sweep trains runs that have directories of their own; its own holds nothing but its configuration and first checkpoint.
+    A sweep trains runs that have directories of their own; its own holds nothing but its configuration and first
+    checkpoint.
     """
     found = sorted(path.parent for path in Path(output).glob("*/config.yaml"))
     return [directory for directory in found if not _is_sweep(directory / "config.yaml")]
@@ -203,7 +204,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _is_sweep(file: Path) -> bool:
-    """Whether the configuration is a sweep's; those of its runs name verl's trainer. A broken file is for `read_run`."""
+    """Whether the configuration is a sweep's; those of its runs name verl's trainer. `read_run` names a broken file."""
     try:
         return _get(_read_config(file), "trainer.v1.trainer_mode") == SWEEP_MODE
     except RunError:

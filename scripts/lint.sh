@@ -11,7 +11,7 @@ else
     "$bin/ruff" check .
     "$bin/ruff" format --check .
 fi
-# shellcheck comes without a build for other processors than x86-64.
+# There is no build of it for other processors than x86-64.
 if [ -x "$bin/shellcheck" ]; then
     git ls-files --cached --others --exclude-standard -- '*.sh' .ci/run | sort -u | xargs "$bin/shellcheck"
 fi

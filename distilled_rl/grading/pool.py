@@ -152,15 +152,18 @@ class Grader:
 
     def _ask(self, pairs: Pairs, seconds: float) -> Verdicts:
         with self._slots:
-            if self._closed:
-                raise GraderError("this grader is closed")
-            child = self._idle.pop() if self._idle else self._start()
+            try:
+                child = self._idle.pop()
+            except IndexError:
+                child = self._start()
             try:
                 return self._ask_child(child, pairs, seconds)
             except (EOFError, BrokenPipeError):  # killed from outside, or by this answer: a second child tells
                 return self._ask_child(self._start(), pairs, seconds)
 
     def _start(self) -> _Child:
+        if self._closed:
+            raise GraderError("this grader is closed")
         child = _Child()
         self._children.add(child)
         return child
@@ -182,7 +185,7 @@ class Grader:
         return [child.process.pid for child in list(self._children)]
 
     def close(self) -> None:
-        """Kill all children. No call may be in progress or follow."""
+        """Kill all children. A call that is in progress or follows raises GraderError."""
         self._closed = True
         for child in list(self._children):
             child.kill()

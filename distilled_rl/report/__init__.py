@@ -56,7 +56,7 @@ def write_report(
 
 def _results(summary: Summary) -> list[str]:
     sections = [
-        f"Student {summary.student}; pass@1 on {summary.setting}.\n",
+        f"Student {summary.student}; {summary.setting}.\n",
         "## Results\n",
         result_table(summary).markdown(),
         "pass@1: share of right samples. CI: bootstrap over problems (BCa), or t-interval over RL seeds, as said. "

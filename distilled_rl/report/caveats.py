@@ -39,8 +39,8 @@ def caveats(
     if finished:
         lines.append(
             "Minutes are those in training steps, on the machine at hand: without start-up, validation, and steps "
-            "that a restart repeated. Teacher tokens are the prompt and response tokens of the rollouts that the "
-            "teacher scored."
+            "that a restart repeated. The first run of a training process bears its warm-up. Teacher tokens are the "
+            "prompt and response tokens of the rollouts that the teacher scored."
         )
     if any(len(set(e.correct)) == 1 for e in evaluations):
         lines.append(

@@ -269,4 +269,5 @@ def _setting(evaluations: list[Evaluation]) -> str:
     samples = sorted({e.samples for e in evaluations})
     each = " or ".join(str(n) for n in samples)
     plural = "" if samples == [1] else "s"
-    return f"{evaluations[0].problems} problems x {each} sample{plural} at temperature {evaluations[0].temperature:g}"
+    first = evaluations[0]
+    return f"pass@1 on {first.problems} problems x {each} sample{plural} at temperature {first.temperature:g}"

@@ -72,7 +72,7 @@ def print_table(summary: Summary, console: Console | None = None) -> None:
         console = Console()
         if not console.is_terminal:  # a log file: Rich would assume 80 columns
             console = Console(width=100)
-    console.print(f"student {summary.student}; pass@1 on {summary.setting}", highlight=False)
+    console.print(f"student {summary.student}; {summary.setting}", highlight=False)
     for table in (result_table(summary, compact=True), difference_table(summary)):
         if table.rows:
             console.print(table.rich())

@@ -10,6 +10,7 @@ from distilled_rl.recipe import RECIPES, compose, find_recipe, flatten, nearest
 
 MODES = ("grpo", "opd", "opd_rl", "distilled_rl")
 SCALES = ("cpu", "1n8g")
+OTHERWISE = ("loss=authors_code", "seed=5", "~trainer.val_before_train")
 composed = functools.cache(compose)
 
 
@@ -56,7 +57,7 @@ def test_the_methods_numbers():
 
 
 def test_the_authors_code_by_name():
-    actor = compose("distilled_rl", ["loss=authors_code"]).actor_rollout_ref.actor
+    actor = composed("distilled_rl", OTHERWISE).actor_rollout_ref.actor
     assert (actor.loss_agg_mode, actor.clip_ratio_c) == ("token-mean", 3.0)
     assert (actor.clip_ratio_low, actor.clip_ratio_high) == (0.2, 0.2)
 
@@ -68,10 +69,10 @@ def test_one_node_splits_its_gpus_between_student_and_teacher():
 
 
 def test_one_seed_reaches_data_sampling_and_mini_batches():
-    config = compose("distilled_rl", ["seed=5", "+distilled_rl.reproducible=true", "~trainer.val_before_train"])
+    config = composed("distilled_rl", OTHERWISE)
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     assert {config.data.seed, rollout.seed, actor.data_loader_seed, config.distilled_rl.seed} == {5}
-    assert config.run.name.endswith("-seed5") and config.distilled_rl.reproducible
+    assert config.run.name.endswith("-seed5")
     assert "val_before_train" not in config.trainer
 
 
@@ -106,14 +107,17 @@ def test_misspelt_overrides_name_the_nearest_keys():
     assert "+~" not in message
 
 
-def test_options_that_the_recipe_does_not_have():
-    options = ["distilled_rl.eps_rho=2", "distilled_rl.teacher_coef=1", "distilled_rl.reproducible=true"]
-    message = refusal("grpo", *options)
+def test_options_of_another_mode():
+    message = refusal("grpo", "distilled_rl.eps_rho=2", "distilled_rl.teacher_coef=1")
     assert "distilled_rl.eps_rho is an option of mode distilled_rl, and the mode here is grpo" in message
     assert "(its own options: none)" in message
     assert "distilled_rl.teacher_coef is an option of mode opd and opd_rl" in message
-    assert "distilled_rl.reproducible is valid, but the recipe does not set it" in message
-    assert "write +distilled_rl.reproducible=true" in message
+
+
+def test_option_that_the_recipe_leaves_at_its_default(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\ndistilled_rl: {mode: distilled_rl}\n")
+    message = refusal(str(tmp_path / "mine.yaml"), "distilled_rl.eps_rho=2")
+    assert "distilled_rl.eps_rho is valid, but the recipe does not set it: write +distilled_rl.eps_rho=2" in message
 
 
 def test_choice_that_does_not_exist():

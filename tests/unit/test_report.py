@@ -153,7 +153,7 @@ def test_one_seed_one_unfinished_one_mode_missing():
     caveats = " ".join(summary.caveats)
     assert "one seed" in caveats and "Equal rollouts (7,680 per run), not equal time" in caveats
     assert "three seeds or more" not in caveats and "two seeds" not in caveats
-    assert summary.setting == "4 problems x 4 samples at temperature 1"
+    assert summary.setting == "pass@1 on 4 problems x 4 samples at temperature 1"
 
 
 def test_differences_on_the_same_problems():
