@@ -3,6 +3,7 @@
 Selected by ``actor_rollout_ref.rollout.agent.agent_loop_manager_class``; the agent loops themselves are verl's.
 """
 
+import gc
 import zlib
 from typing import Any
 
@@ -28,6 +29,13 @@ _AgentLoopWorkerTQ: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class  # t
 
 class DistilledRLAgentLoopWorker(_AgentLoopWorkerTQ):
     """verl's TransferQueue agent-loop worker with a seed per response and optional teacher scoring."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # A response allocates thousands of small objects, and each full garbage collection walks everything that the
+        # imports of verl and transformers left. What is alive now lives as long as the process: leave it out.
+        gc.collect()
+        gc.freeze()
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
         seed = kwargs.pop(SEED_KEY, None)

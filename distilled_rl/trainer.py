@@ -4,6 +4,7 @@ It holds no formula: it calls ``super()``, reads the fields of one batch, lets :
 advantages, and writes them back. ``trainer.v1.trainer_mode=distilled_rl`` selects it.
 """
 
+import gc
 import logging
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ class DistilledRLTrainer(PPOTrainerSync):
             agent_loop_manager.marks = {TEACHER_KEY: self.method.needs_teacher}
             if self.settings.reproducible:
                 agent_loop_manager.marks[SEED_KEY] = self.settings.seed
+        gc.collect()
+        gc.freeze()  # what start-up left behind lives as long as the run; full collections need not walk it
         super().fit(agent_loop_manager)
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict, *args: Any, **kwargs: Any) -> KVBatchMeta:

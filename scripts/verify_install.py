@@ -8,6 +8,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import signal
@@ -39,7 +40,9 @@ def differing_pins(requirements: Path) -> list[str]:
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    installed = {canonicalize_name(found.metadata["Name"]): found.version for found in importlib.metadata.distributions()}
+    installed = {
+        canonicalize_name(found.metadata["Name"]): found.version for found in importlib.metadata.distributions()
+    }
     lines = (line.split("#")[0].strip() for line in requirements.read_text().splitlines())
     pins = [Requirement(line) for line in lines if line]
     return [
@@ -75,7 +78,7 @@ def check_imports() -> dict[str, Any]:
 
 def inspect_worker() -> dict[str, bool]:
     """What a Ray worker has after `import verl` alone: verl itself must have brought in the plugin."""
-    import verl  # noqa: F401
+    import verl
 
     loaded = "distilled_rl.plugin" in sys.modules
     import verl.trainer.distillation.losses as losses
@@ -119,6 +122,7 @@ def start_ray(directory: str, last_try: bool) -> bool:
             num_gpus=0,
             include_dashboard=False,
             object_store_memory=80 * 1024**2,
+            logging_level=logging.ERROR,
             log_to_driver=False,
             _temp_dir=directory,
         )
@@ -170,7 +174,11 @@ def main() -> None:
         for name in CUDA_ONLY:
             if importlib.util.find_spec(name) is not None:
                 sys.exit(f"verify_install: {name} needs CUDA and breaks imports in the CPU set: pip uninstall {name}")
-    for name, value in {"RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}.items():
+    for name, value in {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }.items():
         os.environ.setdefault(name, value)
 
     versions = run_check("imports")

