@@ -38,7 +38,9 @@ def main(
     rounds: Annotated[int, typer.Option(help="How often each mode runs.", min=1)] = 3,
     steps: Annotated[int, typer.Option(help="Steps of one run, warm-up included.", min=WARM_UP + 2)] = 10,
     out: Annotated[Path | None, typer.Option(help="Write the figures as JSON here.")] = None,
-    miniature: Annotated[Path, typer.Option(help="Where the miniature is, or is to be built.")] = Path("outputs/quickstart/miniature"),
+    miniature: Annotated[Path, typer.Option(help="Where the miniature is, or is to be built.")] = Path(
+        "outputs/quickstart/miniature"
+    ),
 ) -> None:
     """Measure and print."""
     with tempfile.TemporaryDirectory() as folder:
@@ -46,7 +48,9 @@ def main(
         build = [sys.executable, "-m", "distilled_rl.miniature", "build", "--out", str(miniature)]
         if Watched(build, work / "build.log").wait(lambda: None):
             raise SystemExit(tail(work / "build.log"))
-        runs = [f"{{name:{mode}-{i},mode:{mode},seed:{i + 1}}}" for i in range(rounds) for mode in ("grpo", "distilled_rl")]
+        runs = [
+            f"{{name:{mode}-{i},mode:{mode},seed:{i + 1}}}" for i in range(rounds) for mode in ("grpo", "distilled_rl")
+        ]
         command = [
             *(sys.executable, "-m", "distilled_rl.cli", "train", "miniature_sweep"),
             *(f"dataset.dir={miniature.resolve()}", f"run.output={work}", f"sweep.runs=[{','.join(runs)}]"),

@@ -78,7 +78,9 @@ def quickstart(
     steps: Steps = 60,
     seeds: Seeds = 1,
     teacher: Annotated[str, typer.Option(help="clean, weak, shared, peer, or format.")] = "clean",
-    out: Annotated[Path, typer.Option(help="Directory; finished parts in it are re-used.")] = Path("outputs/quickstart"),
+    out: Annotated[Path, typer.Option(help="Directory; finished parts in it are re-used.")] = Path(
+        "outputs/quickstart"
+    ),
 ) -> None:
     """Build the miniature, train the modes on it through verl, evaluate, report."""
     _miniature(modes, steps, seeds, [teacher], out)
@@ -108,7 +110,9 @@ def _miniature(modes: str, steps: int, seeds: int, teachers: list[str], out: Pat
     names = tuple(name.strip() for name in modes.split(",") if name.strip())
     unknown = [name for name in teachers if name not in TEACHERS]
     if unknown or not names:
-        raise ConfigError(f"--teacher(s) {', '.join(unknown)}: must be of {', '.join(TEACHERS)}" if unknown else "--modes is empty")
+        raise ConfigError(
+            f"--teacher(s) {', '.join(unknown)}: must be of {', '.join(TEACHERS)}" if unknown else "--modes is empty"
+        )
     for name in names:
         try:
             get_method(name)

@@ -64,10 +64,10 @@ class DistilledRLConfig:
         known = [*common, *own]
         for key in values:
             if key not in known:
-                raise ConfigError(unknown_key(f"distilled_rl.{key}", (f"distilled_rl.{name}" for name in known), str(mode)))
-        typed = {
-            key: _typed(f"distilled_rl.{key}", value, (common | own)[key].type) for key, value in values.items()
-        }
+                raise ConfigError(
+                    unknown_key(f"distilled_rl.{key}", (f"distilled_rl.{name}" for name in known), str(mode))
+                )
+        typed = {key: _typed(f"distilled_rl.{key}", value, (common | own)[key].type) for key, value in values.items()}
         try:
             options = method.options(**{key: value for key, value in typed.items() if key in own})
             result = cls(
@@ -78,7 +78,9 @@ class DistilledRLConfig:
         if not result.poll_interval > 0:
             raise ConfigError(f"distilled_rl.poll_interval is {result.poll_interval}: must be a number of seconds > 0")
         if result.dump_steps and not result.dump_dir:
-            raise ConfigError("distilled_rl.dump_steps is set but distilled_rl.dump_dir is not: say where to write them")
+            raise ConfigError(
+                "distilled_rl.dump_steps is set but distilled_rl.dump_dir is not: say where to write them"
+            )
         return result
 
     @property
@@ -137,7 +139,9 @@ def _typed(key: str, value: Any, annotation: Any) -> Any:
     """Return ``value`` as its annotated type, or raise :class:`ConfigError`."""
     kind = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
     if "tuple" in str(annotation):
-        if isinstance(value, (list, tuple)) and all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+        if isinstance(value, (list, tuple)) and all(
+            isinstance(item, int) and not isinstance(item, bool) for item in value
+        ):
             return tuple(value)
     elif kind == "bool":
         if isinstance(value, bool):

@@ -42,7 +42,11 @@ def flat_groups(scores: torch.Tensor, index: Sequence[object] | np.ndarray) -> t
 
 @register_adv_est(NAME)
 def compute_distilled_rl_advantage(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray, config: Any = None, **_unused: Any
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    config: Any = None,
+    **_unused: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return verl's GRPO advantages and returns, both float [B, T], with exact zeros for groups of one reward throughout.
 

@@ -39,7 +39,9 @@ def prepare_environment(config: DictConfig) -> None:
     values = dict(QUIET_ENVIRONMENT)
     if config.trainer.device == "cpu":
         if "verl" in sys.modules and os.environ.get("VERL_PLATFORM") != "cpu":
-            raise RuntimeError("verl is already imported without VERL_PLATFORM=cpu: its platform can no longer be chosen")
+            raise RuntimeError(
+                "verl is already imported without VERL_PLATFORM=cpu: its platform can no longer be chosen"
+            )
         values.update(CPU_ENVIRONMENT)
     for name, value in values.items():
         os.environ.setdefault(name, value)
@@ -121,9 +123,7 @@ def train(config: DictConfig) -> Path:
     from verl.utils.device import auto_set_device
 
     auto_set_device(config)
-    validate_config(
-        config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
-    )
+    validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     started = time.monotonic()
     run_ppo(config, task_runner_class=LocalTaskRunner if config.trainer.device == "cpu" else TaskRunnerV1)
     print(f"{config.run.name}: finished in {time.monotonic() - started:.0f} s; logs in {directory}", flush=True)

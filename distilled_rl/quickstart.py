@@ -110,7 +110,9 @@ def train(plan: Plan, say: Callable[[str], None]) -> None:
         if status == 2:
             raise ConfigError(f"the run was refused:\n{tail(log)}")
         say(f"attempt {attempt} ended with status {status}; the end of {log}:\n{tail(log, 15)}")
-    raise RuntimeError(f"training failed {ATTEMPTS} times; see {log}. Call again to continue from the last checkpoints.")
+    raise RuntimeError(
+        f"training failed {ATTEMPTS} times; see {log}. Call again to continue from the last checkpoints."
+    )
 
 
 class Progress:
@@ -170,7 +172,16 @@ def _last_line(directory: Path) -> dict | None:
 def build_miniature(out: Path, teachers: Sequence[str], say: Callable[[str], None]) -> None:
     """Build the miniature in a child process (its memory is gone before training starts). Raises ``RuntimeError``."""
     folder = out / "miniature"
-    command = [sys.executable, "-m", "distilled_rl.miniature", "build", "--out", str(folder), "--teachers", ",".join(teachers)]
+    command = [
+        sys.executable,
+        "-m",
+        "distilled_rl.miniature",
+        "build",
+        "--out",
+        str(folder),
+        "--teachers",
+        ",".join(teachers),
+    ]
     log = out / "logs" / "miniature.log"
     seen = len(log.read_text(encoding="utf-8").splitlines()) if log.is_file() else 0
 
@@ -227,7 +238,14 @@ def report(out: Path, notes: Sequence[str] = ()) -> Path:
     evaluations = read_evaluations(out / "eval")
     summary = summarise(runs, evaluations, expected=EXPECTED)
     path = write_report(
-        out, runs, evaluations, expected=EXPECTED, summary=summary, title="The miniature", notes=[*notes, *costs(out)], broken=broken
+        out,
+        runs,
+        evaluations,
+        expected=EXPECTED,
+        summary=summary,
+        title="The miniature",
+        notes=[*notes, *costs(out)],
+        broken=broken,
     )
     print_table(summary)
     return path

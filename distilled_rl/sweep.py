@@ -19,7 +19,7 @@ from verl.experimental.agent_loop import AgentLoopManager
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
-from distilled_rl.config import DistilledRLConfig, SweepRun, sweep_runs
+from distilled_rl.config import SweepRun, sweep_runs
 from distilled_rl.launch import last_step, log_files
 from distilled_rl.methods import get_method
 from distilled_rl.trainer import DistilledRLTrainer
@@ -101,4 +101,3 @@ class DistilledRLSweepTrainer(DistilledRLTrainer):
         self.checkpoint_manager.sleep_replicas()
         self._load_checkpoint()
         self.checkpoint_manager.update_weights(self.global_steps)
-

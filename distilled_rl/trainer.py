@@ -135,14 +135,24 @@ class DistilledRLTrainer(PPOTrainerSync):
 
     def _dump(self, batch: KVBatchMeta) -> None:
         """Write this step's tensors, from prompts to final advantages, as lists of unpadded rows."""
-        fields = ["prompts", "responses", "response_mask", "old_log_probs", "rm_scores", "advantages", "rollout_log_probs"]
+        fields = [
+            "prompts",
+            "responses",
+            "response_mask",
+            "old_log_probs",
+            "rm_scores",
+            "advantages",
+            "rollout_log_probs",
+        ]
         if self.method.needs_teacher:
             fields += ["teacher_logprobs", "teacher_ids"]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
         rows = {field: list(data[field].unbind()) for field in fields if field in data.keys()}
         directory = Path(str(self.settings.dump_dir))
         directory.mkdir(parents=True, exist_ok=True)
-        torch.save({"step": self.global_steps, "keys": list(batch.keys), **rows}, directory / f"step_{self.global_steps}.pt")
+        torch.save(
+            {"step": self.global_steps, "keys": list(batch.keys), **rows}, directory / f"step_{self.global_steps}.pt"
+        )
 
 
 def _row_order(key: str) -> tuple[str, int, int]:

@@ -36,7 +36,7 @@ def is_cpu_set() -> bool:
 
 
 def differing_pins(requirements: Path) -> list[str]:
-    """Return the lines ``name==version`` of a constraints file that this environment does not fulfil."""
+    """Return the lines of a constraints file that this environment does not fulfil, and what the CPU set must not hold."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -45,12 +45,13 @@ def differing_pins(requirements: Path) -> list[str]:
     }
     lines = (line.split("#")[0].strip() for line in requirements.read_text().splitlines())
     pins = [Requirement(line) for line in lines if line]
-    return [
+    differing = [
         str(pin)
         for pin in pins
         if (pin.marker is None or pin.marker.evaluate())
         and not pin.specifier.contains(installed.get(canonicalize_name(pin.name), "0"), prereleases=True)
     ]
+    return differing + [f"{name} must not be here" for name in CUDA_ONLY if is_cpu_set() and name in installed]
 
 
 def check_imports() -> dict[str, Any]:

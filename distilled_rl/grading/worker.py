@@ -90,8 +90,6 @@ def ask_math_verify(answer: str, gold: str) -> bool:
     from math_verify import verify
 
     left, right = parse_whole(gold), parse_whole(answer)
-    if left is None or right is None:
-        return False
     if isinstance(left, sympy.Eq) and isinstance(right, sympy.Eq):
         # math-verify would solve both, for minutes at times, and compare the solutions
         return _are_proportional(left, right)
@@ -105,15 +103,19 @@ def ask_math_verify(answer: str, gold: str) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def parse_whole(text: str) -> Any:
-    """What math-verify reads in a canonical text, all of it taken as LaTeX; None if it is not mathematics to it."""
-    from latex2sympy2_extended.math_normalization import NormalizationConfig
-    from math_verify.parser import LatexExtractionConfig, parse
+    """A canonical text as math-verify's parser reads it; raises if any of it is not mathematics to that parser.
+
+    Not `math_verify.parse`, which falls back to a part that it can read: `\\frac{2}{3}` of `\\frac{1}{3} E_3+\\frac{2}{3} E_2`.
+    """
+    from latex2sympy2_extended.latex2sympy2 import latex2sympy
+    from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
+    from math_verify.grader import should_treat_as_complex
 
     # Units are set apart before (`answers`); math-verify would take the t of e^{2}t for one.
-    spelling = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="last")
-    config = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=spelling)]
-    found = parse(rf"\boxed{{{text}}}", config, fallback_mode="first_match", parsing_timeout=0)
-    return found[0] if found and not isinstance(found[0], str) else None
+    spelling = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
+    latex = normalize_latex(text, spelling)
+    is_real = not should_treat_as_complex(latex)
+    return latex2sympy(latex, is_real=is_real, convert_degrees=False, normalization_config=None)
 
 
 def have_other_values(answer: str, gold: str) -> bool:

@@ -124,7 +124,8 @@ def four(work: Path, miniature: Path) -> dict[str, Finished]:
     """Six steps of each mode with the clean teacher, one mini-batch a step, the first step's tensors dumped."""
     modes = {"grpo": "", "opd": "", "opd_rl": ",teacher_coef:0.3", "distilled_rl": ""}
     runs = [
-        f"{{name:{mode},mode:{mode},seed:1{more},dump_dir:{work}/dumps/{mode},dump_steps:[1]}}" for mode, more in modes.items()
+        f"{{name:{mode},mode:{mode},seed:1{more},dump_dir:{work}/dumps/{mode},dump_steps:[1]}}"
+        for mode, more in modes.items()
     ]
     return sweep(work, "four", miniature, runs, FOUR_SETTINGS)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tests.e2e.conftest import Finished
 
 pytestmark = pytest.mark.e2e

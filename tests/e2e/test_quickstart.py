@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from tests.e2e.conftest import ROOT, Finished, run_command
 
 pytestmark = pytest.mark.e2e
@@ -21,7 +22,16 @@ def quickstart(work: Path, miniature: Path) -> Path:
 
 
 def command(out: Path) -> list[str]:
-    return ["bash", str(ROOT / "examples" / "quickstart.sh"), "--steps", "2", "--modes", "grpo,distilled_rl", "--out", str(out)]
+    return [
+        "bash",
+        str(ROOT / "examples" / "quickstart.sh"),
+        "--steps",
+        "2",
+        "--modes",
+        "grpo,distilled_rl",
+        "--out",
+        str(out),
+    ]
 
 
 def test_report_has_the_table_and_the_curves(quickstart: Path) -> None:
@@ -59,7 +69,11 @@ def test_second_call_reuses_everything(quickstart: Path, work: Path) -> None:
 
 def test_every_mode_trains_on_real_problems(shared_data: Path, work: Path) -> None:
     overrides = [f"run.output={work}/dapo"]
-    run_command(["bash", str(ROOT / "examples" / "cpu_dapo.sh"), *overrides], work / "cpu_dapo.log", DISTILLED_RL_SHARED=str(shared_data))
+    run_command(
+        ["bash", str(ROOT / "examples" / "cpu_dapo.sh"), *overrides],
+        work / "cpu_dapo.log",
+        DISTILLED_RL_SHARED=str(shared_data),
+    )
     modes = {path.name.split("-")[1]: Finished(path).steps() for path in (work / "dapo").glob("tiny-*-seed1")}
     assert set(modes) == {"grpo", "opd", "opd_rl", "distilled_rl"}
     for mode, steps in modes.items():

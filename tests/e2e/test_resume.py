@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.e2e.conftest import FOUR_SETTINGS, LIMIT_SECONDS, STUDENT_LR, Finished, run_command, train_command
 
 from distilled_rl.launch import last_step
 from distilled_rl.processes import Watched, tail
+from tests.e2e.conftest import FOUR_SETTINGS, LIMIT_SECONDS, STUDENT_LR, Finished, run_command, train_command
 
 pytestmark = pytest.mark.e2e
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from tests.e2e.conftest import ROOT, run_command
 
 from distilled_rl.launch import CPU_ENVIRONMENT, QUIET_ENVIRONMENT
+from tests.e2e.conftest import ROOT, run_command
 
 pytestmark = pytest.mark.e2e
 
@@ -21,7 +21,8 @@ def stock_steps(work: Path, miniature: Path, plugins: str) -> list[dict]:
     from distilled_rl.recipe import compose
 
     config = compose(
-        "grpo", ["scale=cpu", "student=miniature", "dataset=miniature", f"dataset.dir={miniature}", "data.train_batch_size=8"]
+        "grpo",
+        ["scale=cpu", "student=miniature", "dataset=miniature", f"dataset.dir={miniature}", "data.train_batch_size=8"],
     )
     log = work / f"stock-{plugins}.jsonl"
     folder = work / "stock-config"
@@ -31,7 +32,12 @@ def stock_steps(work: Path, miniature: Path, plugins: str) -> list[dict]:
     for node in ("distilled_rl", "student", "teacher", "dataset", "run", "seed"):
         del plain[node]
     plain["trainer"].update(  # type: ignore[union-attr]
-        total_training_steps=2, save_freq=-1, test_freq=-1, val_before_train=False, resume_mode="disable", logger=["file"]
+        total_training_steps=2,
+        save_freq=-1,
+        test_freq=-1,
+        val_before_train=False,
+        resume_mode="disable",
+        logger=["file"],
     )
     plain["trainer"]["v1"]["trainer_mode"] = "sync"  # type: ignore[index]
     plain["trainer"]["default_local_dir"] = str(work / "stock-checkpoints")  # type: ignore[index]
@@ -60,6 +66,12 @@ def test_stock_grpo_gives_the_same_numbers_with_and_without_the_plugin(work: Pat
     assert len(without) == len(installed) == 2
     for ours, stock in zip(installed, without, strict=True):
         assert ours.keys() == stock.keys()
-        for key in ("actor/grad_norm", "actor/pg_loss", "critic/score/mean", "critic/advantages/max", "response_length/mean"):
+        for key in (
+            "actor/grad_norm",
+            "actor/pg_loss",
+            "critic/score/mean",
+            "critic/advantages/max",
+            "response_length/mean",
+        ):
             assert ours[key] == pytest.approx(stock[key], **TOLERANCE), key
     assert installed[0]["actor/grad_norm"] > 0

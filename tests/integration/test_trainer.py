@@ -59,7 +59,9 @@ def position_batch(prompts: list[int], responses: list[int]) -> dict[str, torch.
         "response_mask": nested(ones),
         "old_log_probs": nested([torch.full((response,), -1.5) for response in responses]),
         "rm_scores": nested([torch.full((response,), float(row) / response) for row, response in enumerate(responses)]),
-        "advantages": nested([torch.full((response,), 1.0 if row % 2 == 0 else -1.0) for row, response in enumerate(responses)]),
+        "advantages": nested(
+            [torch.full((response,), 1.0 if row % 2 == 0 else -1.0) for row, response in enumerate(responses)]
+        ),
     }
 
 
@@ -70,7 +72,9 @@ def test_teacher_entry_of_each_response_token_is_picked(verl_on_cpu: None) -> No
     from distilled_rl.teacher.server import align_teacher_log_probs
 
     fields = position_batch(PROMPTS, RESPONSES)
-    aligned = align_teacher_log_probs(*(fields[name] for name in ("teacher_logprobs", "teacher_ids", "responses", "response_mask")))
+    aligned = align_teacher_log_probs(
+        *(fields[name] for name in ("teacher_logprobs", "teacher_ids", "responses", "response_mask"))
+    )
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
         # response token t stands at position prompt + t of the sequence
         expected = torch.tensor([-(row + 1) - (prompt + t) * 1e-3 for t in range(response)])
@@ -84,7 +88,9 @@ def test_any_split_of_the_batch_gives_the_same_alignment(verl_on_cpu: None) -> N
     whole = align_teacher_log_probs(*(position_batch(PROMPTS, RESPONSES)[name] for name in names)).unbind()
     fields = position_batch(PROMPTS, RESPONSES)
     for rows in ([0, 1], [2, 3], [1], [3, 0]):
-        part = align_teacher_log_probs(*(nested([fields[name].unbind()[row] for row in rows]) for name in names)).unbind()
+        part = align_teacher_log_probs(
+            *(nested([fields[name].unbind()[row] for row in rows]) for name in names)
+        ).unbind()
         for got, row in zip(part, rows, strict=True):
             assert torch.equal(got, whole[row])
 
@@ -95,7 +101,9 @@ def test_another_token_than_the_sampled_one_is_an_error(verl_on_cpu: None) -> No
     fields = position_batch(PROMPTS, RESPONSES)
     fields["teacher_ids"].values()[3 - 1 + 2] += 1  # row 0, third response token
     with pytest.raises(ValueError, match=r"scored token id 13 where the student sampled 12 \(response 0; 1 of 13"):
-        align_teacher_log_probs(*(fields[name] for name in ("teacher_logprobs", "teacher_ids", "responses", "response_mask")))
+        align_teacher_log_probs(
+            *(fields[name] for name in ("teacher_logprobs", "teacher_ids", "responses", "response_mask"))
+        )
 
 
 def test_placeholder_zeros_are_an_error(verl_on_cpu: None) -> None:
@@ -109,13 +117,17 @@ def test_placeholder_zeros_are_an_error(verl_on_cpu: None) -> None:
 
 
 def run_advantage(
-    monkeypatch: pytest.MonkeyPatch, fields: dict[str, torch.Tensor], node: dict[str, Any], keys: list[str] | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, torch.Tensor],
+    node: dict[str, Any],
+    keys: list[str] | None = None,
 ) -> tuple[Queue, dict]:
     """Run ``DistilledRLTrainer._compute_advantage`` on ``fields`` (verl's own part, which needs Ray, left out)."""
+    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
     from distilled_rl import trainer as module
     from distilled_rl.config import DistilledRLConfig
     from distilled_rl.methods import get_method
-    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
     queue = Queue(fields)
     monkeypatch.setattr(module, "tq", queue)
@@ -139,20 +151,29 @@ def test_written_advantages_are_the_methods(verl_on_cpu: None, monkeypatch: pyte
         expected = torch.tensor([2.0 * (-(row + 1) - (prompt + t) * 1e-3 + 1.5) for t in range(response)])
         torch.testing.assert_close(queue.fields["advantages"].unbind()[row], expected)
     assert metrics["teacher/kl_k1"] == pytest.approx(
-        sum((row + 1) + (p + t) * 1e-3 - 1.5 for row, (p, r) in enumerate(zip(PROMPTS, RESPONSES, strict=True)) for t in range(r)) / 13
+        sum(
+            (row + 1) + (p + t) * 1e-3 - 1.5
+            for row, (p, r) in enumerate(zip(PROMPTS, RESPONSES, strict=True))
+            for t in range(r)
+        )
+        / 13
     )
 
 
 def test_another_teacher_gives_another_update(verl_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     one = position_batch(PROMPTS, RESPONSES)
     two = position_batch(PROMPTS, RESPONSES)
-    two["teacher_logprobs"] = nested([row - 0.3 * torch.arange(len(row))[:, None] for row in two["teacher_logprobs"].unbind()])
+    two["teacher_logprobs"] = nested(
+        [row - 0.3 * torch.arange(len(row))[:, None] for row in two["teacher_logprobs"].unbind()]
+    )
     first, _ = run_advantage(monkeypatch, one, {"mode": "distilled_rl"})
     second, _ = run_advantage(monkeypatch, two, {"mode": "distilled_rl"})
     assert not torch.equal(first.fields["advantages"].values(), second.fields["advantages"].values())
 
 
-def test_teacher_equal_to_old_policy_leaves_advantages_bit_equal(verl_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_teacher_equal_to_old_policy_leaves_advantages_bit_equal(
+    verl_on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fields = position_batch(PROMPTS, RESPONSES)
     old = []
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
@@ -223,8 +244,9 @@ def test_estimator_follows_norm_adv_by_std(verl_on_cpu: None) -> None:
 
 def test_zero_variance_group_has_advantage_zero_and_weight_one(verl_on_cpu: None) -> None:
     import numpy as np
-    from distilled_rl.objective import teacher_weights
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    from distilled_rl.objective import teacher_weights
 
     rewards, mask = torch.tensor([[0.0, 0.1]] * 8), torch.ones(8, 2)
     advantages, _ = get_adv_estimator_fn("distilled_rl")(
@@ -238,7 +260,9 @@ def test_zero_variance_group_has_advantage_zero_and_weight_one(verl_on_cpu: None
 def test_trainer_zeroes_and_counts_groups_of_one_reward(verl_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     # rows 0 and 1 share a prompt and a reward of .1 up to rounding; verl would divide the rounding by itself
     fields = position_batch(PROMPTS, RESPONSES)
-    fields["rm_scores"] = nested([torch.full((length,), value / length) for length, value in zip(RESPONSES, [0.1, 0.1, 0, 1])])
+    fields["rm_scores"] = nested(
+        [torch.full((length,), value / length) for length, value in zip(RESPONSES, [0.1, 0.1, 0, 1], strict=True)]
+    )
     queue, metrics = run_advantage(monkeypatch, fields, {"mode": "grpo"}, ["a_0_0", "a_1_0", "b_0_0", "b_1_0"])
     assert [set(row.tolist()) for row in queue.fields["advantages"].unbind()] == [{0.0}, {0.0}, {1.0}, {-1.0}]
     assert metrics["training/flat_reward_responses"] == 0.5

@@ -21,22 +21,38 @@ LINES = [
         "cpu.keep_parameters_resident",
     ),
     ("verl/third_party/vllm/__init__.py", 'package_name = "vllm"', "cpu.alias_vllm_distribution"),
-    ("verl/workers/rollout/vllm_rollout/vllm_async_server.py", "get_accelerator_ids()[", "cpu platform: Ray resource GPU"),
+    (
+        "verl/workers/rollout/vllm_rollout/vllm_async_server.py",
+        "get_accelerator_ids()[",
+        "cpu platform: Ray resource GPU",
+    ),
     ("vllm/model_executor/layers/utils.py", "ops._supports_onednn", "cpu.keep_vllm_weights_writable"),
     ("verl/utils/tracking.py", 'self.fp = open(self.filepath, "wb"', "launch.next_log_file: the file logger truncates"),
     ("verl/utils/tracking.py", 'os.getenv("VERL_FILE_LOGGER_PATH"', "launch.prepare_environment"),
     ("verl/trainer/main_ppo.py", "ray.get(runner.run.remote(config))", "launch.LocalTaskRunner"),
     ("verl/trainer/ppo/v1/replay_buffer.py", "time.sleep(self.poll_interval)", "trainer.py: poll interval"),
-    ("verl/trainer/ppo/v1/trainer_base.py", 'if self.trainer_mode == "sync" else ReplayBufferAsync', "trainer.py: mode"),
+    (
+        "verl/trainer/ppo/v1/trainer_base.py",
+        'if self.trainer_mode == "sync" else ReplayBufferAsync',
+        "trainer.py: mode",
+    ),
     ("verl/trainer/ppo/v1/trainer_base.py", '"latest_checkpointed_iteration.txt"', "launch.last_step"),
     ("verl/trainer/ppo/v1/agent_loop_tq.py", 'keys.append(f"{uid}_{session_id}_{i}")', "trainer._row_order"),
-    ("verl/trainer/ppo/v1/utils.py", "if adv_estimator != core_algos.AdvantageEstimator.GRPO", "estimator.py: the name grpo"),
+    (
+        "verl/trainer/ppo/v1/utils.py",
+        "if adv_estimator != core_algos.AdvantageEstimator.GRPO",
+        "estimator.py: the name grpo",
+    ),
     (
         "verl/experimental/agent_loop/agent_loop.py",
         "if self.distillation_enabled and not validate",
         "validation never asks the teacher",
     ),
-    ("verl/experimental/teacher_loop/teacher_manager.py", '"temperature": 1.0', "checks: a server scores at temperature 1"),
+    (
+        "verl/experimental/teacher_loop/teacher_manager.py",
+        '"temperature": 1.0',
+        "checks: a server scores at temperature 1",
+    ),
 ]
 
 
@@ -87,12 +103,20 @@ def test_trainer_is_verls_synchronous_one(verl_on_cpu: None) -> None:
 
 
 def test_trainer_sets_sync_and_gets_the_synchronous_buffer(verl_on_cpu: None, tmp_path: Path) -> None:
-    from distilled_rl.recipe import compose
     from verl.trainer.ppo.v1 import get_trainer_cls
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
+    from distilled_rl.recipe import compose
+
     config = compose(
-        "grpo", ["scale=cpu", "student=local", f"student.model={tmp_path}", "dataset=miniature", "distilled_rl.poll_interval=0.07"]
+        "grpo",
+        [
+            "scale=cpu",
+            "student=local",
+            f"student.model={tmp_path}",
+            "dataset=miniature",
+            "distilled_rl.poll_interval=0.07",
+        ],
     )
     trainer = get_trainer_cls("distilled_rl")(config)
     assert trainer.trainer_mode == "sync"
