@@ -265,7 +265,7 @@ install_cpu_torch() {
     pip_torch "torch==$version"
 }
 
-pip_torch() { "$py" -m pip install --quiet --disable-pip-version-check --force-reinstall "$@"; }
+pip_torch() { "$py" -m pip install --quiet --no-compile --disable-pip-version-check --force-reinstall "$@"; }
 
 # Their builds on PyPI need CUDA; transformers and verl import torchvision where it is installed, and fail.
 remove_cuda_companions() {

@@ -32,9 +32,12 @@ def extract(response: str, answer_format: str = "boxed") -> str | None:
 
 
 def _last_boxed(text: str) -> str | None:
+    first = re.search(r"\\(?:boxed|fbox)", text)
+    if first is None:
+        return None
     open_braces: list[tuple[int, bool]] = []  # where the content starts, and whether it is a box
     start, end = -1, -1
-    for match in _BOX.finditer(text):
+    for match in _BOX.finditer(text, first.start()):
         token = match.group()
         if token == "}":
             if open_braces:

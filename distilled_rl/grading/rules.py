@@ -69,7 +69,7 @@ def _decide_pair(answer: Answer, gold: Answer) -> bool | list[tuple[str, str]]:
         return False
     if any(re.search(r"[0-9] +[0-9]|[0-9]\s*_", text) for text in (a, g)):  # side by side, or in a base: only as text
         return False
-    if any((symbol in a) != (symbol in g) for symbol in _TELLING):
+    if any((symbol in a) != (symbol in g) for symbol in _TELLING) or _repeats(a) != _repeats(g):
         return False
     return [(a, g)]
 
@@ -82,6 +82,14 @@ def _differs_in_kind(a: str, g: str) -> bool:
     if a_kind != g_kind and {a_kind, g_kind} != {"", r"\{\}"}:
         return True
     return a_entries != g_entries
+
+
+def _repeats(text: str) -> list[str]:
+    """The entries of a list, sorted, if one is there twice. The libraries make sets of lists: 1,1,2 is 1,2,2 to them."""
+    opening = len(r"\{") if text.startswith(r"\{") else int(text[:1] in ("(", "["))
+    inner = text[opening:-opening] if opening and _brackets(text)[0] else text
+    entries = sorted(_flat(canonical(entry).text) for entry in split_top(inner, ","))
+    return entries if len(set(entries)) < len(entries) else []
 
 
 def _is_inequality_for_interval(a: str, g: str) -> bool:

@@ -107,6 +107,7 @@ def parse_whole(text: str) -> Any:
 
     Not `math_verify.parse`, which falls back to a part that it can read: `\\frac{2}{3}` of `\\frac{1}{3} E_3+\\frac{2}{3} E_2`.
     """
+    import sympy
     from latex2sympy2_extended.latex2sympy2 import latex2sympy
     from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
     from math_verify.grader import should_treat_as_complex
@@ -115,7 +116,12 @@ def parse_whole(text: str) -> Any:
     spelling = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
     latex = normalize_latex(text, spelling)
     is_real = not should_treat_as_complex(latex)
-    return latex2sympy(latex, is_real=is_real, convert_degrees=False, normalization_config=None)
+    found = latex2sympy(latex, is_real=is_real, convert_degrees=False, normalization_config=None)
+    if isinstance(found, sympy.Basic) and found.has(sympy.zoo, sympy.nan):
+        raise ValueError(
+            f"misread: {text}"
+        )  # \gamma^{2}-7 becomes a pole of the gamma function, and equals \gamma^{2}-1
+    return found
 
 
 def have_other_values(answer: str, gold: str) -> bool:

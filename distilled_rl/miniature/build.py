@@ -178,16 +178,18 @@ def _part(folder: Path, key: str, force: bool, log: Log, write: Writer) -> dict:
     log(f"{name}: building")
     started = time.monotonic()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    half_written, outdated = folder.parent / f".{name}.part", folder.parent / f".{name}.old"
-    for leftover in (half_written, outdated):
-        shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in folder.parent.glob(f".{name}.*"):
+        shutil.rmtree(leftover)
+    # by process: a worker that outlives a killed build must not rename what its successor is writing
+    half_written, outdated = (folder.parent / f".{name}.{os.getpid()}.{end}" for end in ("part", "old"))
     half_written.mkdir()
     made = {"key": key, "figures": write(half_written)}
     (half_written / MANIFEST).write_text(json.dumps(made, indent=1) + "\n")
     if folder.exists():
         os.replace(folder, outdated)
     os.replace(half_written, folder)
-    shutil.rmtree(outdated, ignore_errors=True)
+    if outdated.exists():
+        shutil.rmtree(outdated)
     log(f"{name}: done in {time.monotonic() - started:.0f} s")
     return made
 

@@ -36,10 +36,10 @@ TEACHERS = {
     # right solutions in the student's own style
     "clean": _teacher(CLEAN, seed=11),
     # an eighth of the table bad, drawn without regard to the student's
-    "weak": _teacher(sloppy_textbook("9", fraction=0.125, bad_rate=0.8, slip_rate=0.02), seed=12),
+    "weak": _teacher(sloppy_textbook("9", fraction=0.125, bad_rate=0.8, slip_rate=0.01), seed=12),
     # an eighth of the table bad: half of the student's bad entries, with the same wrong values
     "shared": _teacher(
-        sloppy_textbook("7", fraction=0.125, bad_rate=0.8, slip_rate=0.02, share_seed=_STUDENT_BOOK), seed=13
+        sloppy_textbook("7", fraction=0.125, bad_rate=0.8, slip_rate=0.01, share_seed=_STUDENT_BOOK), seed=13
     ),
     # a book like the student's with other bad entries: as able as the student, wrong elsewhere
     "peer": _teacher(sloppy_textbook("2", fraction=0.25, bad_rate=0.8, slip_rate=0.05), seed=14),

@@ -325,6 +325,10 @@ def test_rows_of_several_files_add_up(make_run, assets):
     assert check_run(config) == []
 
 
+def test_remote_file_is_left_to_the_download(make_run):
+    assert check_run(with_train(make_run, "hdfs://cluster/train.parquet")) == []
+
+
 def test_sample_limit_counts(make_run):
     assert "data.train_files has 8 rows" in refusal(make_run(changes={"data.train_max_samples": 8}))
 
@@ -398,6 +402,11 @@ def test_hub_name_offline_and_in_the_cache(make_run, monkeypatch, tmp_path):
     assert "has no weights" in refusal(with_student(make_run, "someone/small"))
 
 
+def test_name_that_the_hub_does_not_allow(make_run):
+    message = refusal(with_student(make_run, "some--one/model"))
+    assert f"{STUDENT}: some--one/model does not exist, and it is no hub name either" in message
+
+
 def test_path_with_a_typo_is_no_hub_name(make_run, monkeypatch, tmp_path):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -458,6 +467,12 @@ def test_end_of_text_from_the_generation_config(make_run, tmp_path):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [13, 1]}))
     message = refusal(make_run(changes={"teacher.model": str(folder)}))
     assert "the student ends a text with token id 1, the teacher with 13" in message
+
+
+def test_unknown_end_of_text_is_not_compared(make_run, tmp_path):
+    folder = write_model(tmp_path / "teacher")
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert check_run(make_run(changes={"teacher.model": str(folder)})) == []
 
 
 # ---- warnings ----

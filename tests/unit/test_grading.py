@@ -86,6 +86,8 @@ RIGHT = [
     ("2x=10", "x=5"),
     # tuples, sets, lists, intervals
     (r"\{1,3,2\}", r"\{1,2,3\}"),
+    ("2, 1, 2", "1, 2, 2"),
+    ("(0,0)", r"(0, \frac{0}{3})"),
     ("{1,2}", r"\{1,2\}"),
     ("1,3,2", "1,2,3"),
     (r"5 \text{ or } 7", "5,7"),
@@ -147,6 +149,8 @@ WRONG = [
     ("1/2or1", "1/2"),
     ("1,2", "1,2,3"),
     ("1,1,2", "1,2"),
+    ("16,3,1,3", "16,3,1,1"),
+    (r"\{1,1,2\}", r"\{1,2,2\}"),
     (r"2", r"\pm 2"),
     (r"1,2,\ldots,10", "1,2,10"),
     # names, equations
@@ -178,6 +182,7 @@ WRONG = [
     ("x'", "x"),
     ("f(2)", "2f"),
     (r"\frac{1}{3} E_{3}+\frac{2}{3} E_{2}", r"\frac{1}{3} E_{1}+\frac{2}{3} E_{2}"),
+    (r"c^{2}(\gamma^{2}-7)", r"c^{2}(\gamma^{2}-1)"),
     ("GMm", "GMM"),
     ("x_1", "x_2"),
     ("4343_7", "4343_6"),
@@ -399,10 +404,11 @@ MEGABYTE = 1_000_000
     ids=lambda response: f"{response[:24]!a}-{len(response)}",
 )
 def test_hostile_text_is_wrong_in_bounded_time(response: str):
-    started = time.monotonic()
+    started, busy = time.monotonic(), time.process_time()
     result = compute_score("math", response, "x+5", seconds=1)
     assert result["score"] == 0.0
-    assert time.monotonic() - started < pool.WALL_FACTOR * 1 + 10
+    assert time.process_time() - busy < 5  # the child has its own limit
+    assert time.monotonic() - started < 60
     result["pred"].encode("utf-8")  # type: ignore[union-attr]
 
 
