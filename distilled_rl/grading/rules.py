@@ -85,10 +85,11 @@ def _differs_in_kind(a: str, g: str) -> bool:
 
 
 def _repeats(text: str) -> list[str]:
-    """The entries of a list, sorted, if one is there twice. The libraries make sets of lists: 1,1,2 is 1,2,2 to them."""
-    opening = len(r"\{") if text.startswith(r"\{") else int(text[:1] in ("(", "["))
-    inner = text[opening:-opening] if opening and _brackets(text)[0] else text
-    entries = sorted(_flat(canonical(entry).text) for entry in split_top(inner, ","))
+    """The entries of a list or set, sorted, if one is there twice. The libraries make sets: 1,1,2 is 1,2,2 to them."""
+    kind = _brackets(text)[0]
+    if kind not in ("", r"\{\}"):
+        return []
+    entries = sorted(_flat(canonical(entry).text) for entry in split_top(text[2:-2] if kind else text, ","))
     return entries if len(set(entries)) < len(entries) else []
 
 

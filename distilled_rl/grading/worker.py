@@ -103,9 +103,9 @@ def ask_math_verify(answer: str, gold: str) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def parse_whole(text: str) -> Any:
-    """A canonical text as math-verify's parser reads it; raises if any of it is not mathematics to that parser.
+    r"""A canonical text as math-verify's parser reads it; raises if any of it is not mathematics to that parser.
 
-    Not `math_verify.parse`, which falls back to a part that it can read: `\\frac{2}{3}` of `\\frac{1}{3} E_3+\\frac{2}{3} E_2`.
+    Not `math_verify.parse`: of `\frac{1}{3} E_3+\frac{2}{3} E_2`, which it cannot read, it takes `\frac{2}{3}`.
     """
     import sympy
     from latex2sympy2_extended.latex2sympy2 import latex2sympy
@@ -117,10 +117,9 @@ def parse_whole(text: str) -> Any:
     latex = normalize_latex(text, spelling)
     is_real = not should_treat_as_complex(latex)
     found = latex2sympy(latex, is_real=is_real, convert_degrees=False, normalization_config=None)
+    # In c^{2}(\gamma^{2}-7) it sees a pole of the gamma function, which then equals every other pole.
     if isinstance(found, sympy.Basic) and found.has(sympy.zoo, sympy.nan):
-        raise ValueError(
-            f"misread: {text}"
-        )  # \gamma^{2}-7 becomes a pole of the gamma function, and equals \gamma^{2}-1
+        raise ValueError(f"misread: {text}")
     return found
 
 
