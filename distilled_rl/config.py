@@ -45,7 +45,7 @@ class DistilledRLConfig:
                 "the configuration has no 'distilled_rl' node: start from one of the recipes, or add at least "
                 "distilled_rl.mode (grpo, opd, opd_rl, distilled_rl)"
             )
-        values = dict(OmegaConf.to_container(node, resolve=True))  # type: ignore[arg-type]
+        values: Any = OmegaConf.to_container(node, resolve=True)
         return cls.from_dict(values)
 
     @classmethod

@@ -199,9 +199,12 @@ def build_miniature(out: Path, teachers: Sequence[str], say: Callable[[str], Non
 
 def evaluate(plan: Plan, say: Callable[[str], None]) -> None:
     """Evaluate base, teacher, and every finished run on the held-out problems; evaluations of the same model are kept."""
+    from transformers.utils import logging
+
     from distilled_rl.miniature.evaluation import evaluate as evaluate_model
     from distilled_rl.report import read_evaluation, write_evaluation
 
+    logging.disable_progress_bar()
     models = plan.out / "miniature" / "models"
     wanted: list[tuple[str, str, Path, dict]] = [("base", "base", models / "student", {})]
     if any(mode != "grpo" for mode in plan.modes):

@@ -98,6 +98,7 @@ class DistilledRLSweepTrainer(DistilledRLTrainer):
         os.environ["VERL_FILE_LOGGER_PATH"] = str(directory / f"metrics-{len(log_files(directory)):03d}.jsonl")
         self._init_dataloader()
         self._init_dump_executor()
-        self.checkpoint_manager.sleep_replicas()
+        # both run to their end here: verl decorates them with auto_await
+        self.checkpoint_manager.sleep_replicas()  # type: ignore[unused-coroutine]
         self._load_checkpoint()
-        self.checkpoint_manager.update_weights(self.global_steps)
+        self.checkpoint_manager.update_weights(self.global_steps)  # type: ignore[unused-coroutine]

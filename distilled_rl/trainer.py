@@ -53,7 +53,7 @@ class DistilledRLTrainer(PPOTrainerSync):
         batch = super()._next_train_batch(num_prompts)
         if self.settings.reproducible:
             uids = [f"{self.global_steps:08d}-{position:06d}" for position in range(len(batch))]
-            batch["uid"] = tu.get_tensordict({"uid": np.array(uids, dtype=object)})["uid"]
+            batch["uid"] = tu.get_tensordict({"uid": np.array(uids, dtype=object)})["uid"]  # type: ignore[arg-type]
         return batch
 
     def fit(self, agent_loop_manager: AgentLoopManager) -> None:
@@ -161,7 +161,7 @@ def _row_order(key: str) -> tuple[str, int, int]:
     return uid, int(session), int(output)
 
 
-def _same_layout(tensor: torch.Tensor, like: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
+def _same_layout(tensor: Any, like: Any, values: torch.Tensor | None = None) -> torch.Tensor:
     """Return the nested ``tensor`` (or ``values`` in its shape) with the offsets object of ``like``: torch adds nested
     tensors only when they share it.
 

@@ -109,8 +109,8 @@ def register_platform() -> None:
     class PlatformCPU(PlatformBase):
         """The host processor as verl's one "device"."""
 
-        device_name = "cpu"
-        vendor_name = "cpu"
+        device_name = "cpu"  # type: ignore[assignment]
+        vendor_name = "cpu"  # type: ignore[assignment]
 
         @property
         def device_module(self) -> Any:

@@ -50,6 +50,7 @@ def align_teacher_log_probs(
     Raises ``ValueError`` when the teacher scored a token that the student did not sample, or when a response of at
     least ``PLACEHOLDER_TOKENS`` live tokens carries placeholder zeros only.
     """
+    mask: Any = response_mask  # torch declares no methods of nested tensors
     log_probs = response_from_nested(teacher_log_probs, response_mask)
     ids = response_from_nested(teacher_ids, response_mask)
     values = log_probs.values().squeeze(-1).float()
@@ -60,7 +61,7 @@ def align_teacher_log_probs(
             "response reached the teacher with other lengths than the trainer holds"
         )
     live = response_mask.values().bool()
-    rows = torch.repeat_interleave(torch.arange(response_mask.size(0)), response_mask.offsets().diff())
+    rows = torch.repeat_interleave(torch.arange(response_mask.size(0)), mask.offsets().diff())
     wrong = live & (scored != sampled)
     if wrong.any():
         first = int(wrong.nonzero()[0])
@@ -79,7 +80,7 @@ def align_teacher_log_probs(
         )
     return torch.nested.nested_tensor_from_jagged(
         values,
-        offsets=response_mask.offsets(),
-        min_seqlen=response_mask._get_min_seqlen(),
-        max_seqlen=response_mask._get_max_seqlen(),
+        offsets=mask.offsets(),
+        min_seqlen=mask._get_min_seqlen(),
+        max_seqlen=mask._get_max_seqlen(),
     )
