@@ -9,6 +9,7 @@ one runs right after verl itself imports the module it belongs to.
 """
 
 import logging
+import os
 import sys
 from typing import Any
 
@@ -53,15 +54,22 @@ def load() -> None:
 
 
 def ensure_loaded() -> None:
-    """Raise ``RuntimeError`` unless the plugin is active in this process.
+    """Raise ``RuntimeError`` unless the plugin is active here and verl will load it in the run's other processes, too.
 
     verl hides the exception of a failing plugin, so call this after ``import verl`` and before a run starts.
     """
-    if not _loaded:
+    if not (_loaded and _is_enabled()):
         raise RuntimeError(
             "the distilled_rl plugin is not loaded in this process: see the ERROR line above for the cause, and check that "
             "VERL_USE_EXTERNAL_PLUGINS is unset, 'auto', or contains 'distilled_rl'"
         )
+
+
+def _is_enabled() -> bool:
+    """Whether verl's settings let it load this module (verl/__init__.py:44-70); Ray workers inherit them."""
+    plugins = os.getenv("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
+    modules = os.getenv("VERL_USE_EXTERNAL_MODULES", "")
+    return plugins == "auto" or "distilled_rl" in map(str.strip, plugins.split(",")) or __name__ in modules.split(",")
 
 
 load()

@@ -19,7 +19,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from distilled_rl.config import ConfigError, DistilledRLConfig
 
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+_PACKAGE = Path(__file__).resolve().parent
+# Inside the package in a wheel (setup.py puts them there), beside it in a checkout.
+RECIPES = next(
+    (path for path in (_PACKAGE / "_recipes", _PACKAGE.parent / "recipes") if path.is_dir()), _PACKAGE / "_recipes"
+)
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
