@@ -6,6 +6,7 @@ Every start is a process tree with a hard time limit; whatever is left of it is 
 import json
 import os
 import sys
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from distilled_rl.processes import Watched, remove_orphaned_shared_memory, share
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 900.0
+# Ray's workers end by themselves when their cluster is gone; not in the same instant.
+GRACE_SECONDS = 60.0
 STUDENT_LR = "actor_rollout_ref.actor.optim.lr=1e-3"
 
 
@@ -146,7 +149,11 @@ def leave_nothing_behind() -> Iterator[None]:
     """Check that no process and no orphaned shared-memory file of the tests' runs is left when they end."""
     before = shared_memory_files()
     yield
-    left = [process.pid for process in psutil.process_iter() if process.pid != os.getpid() and _is_ours(process)]
+    deadline = time.monotonic() + GRACE_SECONDS
+    while (left := [p.pid for p in psutil.process_iter() if p.pid != os.getpid() and _is_ours(p)]) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.5)
     assert not left, f"processes left behind: {left}"
     assert not remove_orphaned_shared_memory(before)
 
