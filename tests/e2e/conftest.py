@@ -3,8 +3,8 @@
 Every start is a process tree with a hard time limit; whatever is left of it is killed.
 """
 
+import contextlib
 import json
-import os
 import sys
 import time
 import uuid
@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 900.0
 # Ray's workers end by themselves when their cluster is gone; not in the same instant.
 GRACE_SECONDS = 60.0
+# Every process of a run inherits this variable: what is left behind is found by it.
+MARK, SESSION = "DISTILLED_RL_TEST_SESSION", uuid.uuid4().hex
 STUDENT_LR = "actor_rollout_ref.actor.optim.lr=1e-3"
 
 
@@ -60,7 +62,7 @@ class Finished:
 
 def run_command(command: Sequence[str], log: Path, limit: float = LIMIT_SECONDS, **environment: str) -> None:
     """Run to a successful end within ``limit`` seconds, or fail with the end of the log."""
-    watched = Watched(command, log, environment=environment)
+    watched = Watched(command, log, environment={MARK: SESSION, **environment})
     status = watched.wait(lambda: None, timeout=limit)
     assert status == 0, f"exit status {status}; the end of the log:\n{tail(log, 60)}"
 
@@ -139,30 +141,25 @@ FOUR_SETTINGS = [
 ]
 
 
-# Every process that a test starts inherits this variable: what is left behind is found by it.
-MARK, SESSION = "DISTILLED_RL_TEST_SESSION", uuid.uuid4().hex
-os.environ[MARK] = SESSION
-
-
 @pytest.fixture(autouse=True, scope="session")
 def leave_nothing_behind() -> Iterator[None]:
     """Check that no process and no orphaned shared-memory file of the tests' runs is left when they end."""
     before = shared_memory_files()
     yield
     deadline = time.monotonic() + GRACE_SECONDS
-    while (left := [p.pid for p in psutil.process_iter() if p.pid != os.getpid() and _is_ours(p)]) and (
-        time.monotonic() < deadline
-    ):
+    while (left := _left_over()) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert not left, f"processes left behind: {left}"
     assert not remove_orphaned_shared_memory(before)
 
 
-def _is_ours(process: psutil.Process) -> bool:
-    try:
-        return process.environ().get(MARK) == SESSION and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
+def _left_over() -> list[str]:
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == SESSION and process.status() != psutil.STATUS_ZOMBIE:
+                left.append(f"{process.pid} {' '.join(process.cmdline())[:120]}")
+    return left
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

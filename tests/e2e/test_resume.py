@@ -11,7 +11,16 @@ import torch
 
 from distilled_rl.launch import last_step
 from distilled_rl.processes import Watched, tail
-from tests.e2e.conftest import FOUR_SETTINGS, LIMIT_SECONDS, STUDENT_LR, Finished, run_command, train_command
+from tests.e2e.conftest import (
+    FOUR_SETTINGS,
+    LIMIT_SECONDS,
+    MARK,
+    SESSION,
+    STUDENT_LR,
+    Finished,
+    run_command,
+    train_command,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -39,7 +48,7 @@ def command(work: Path, miniature: Path) -> list[str]:
 def killed_and_resumed(work: Path, miniature: Path) -> Finished:
     directory = work / "resume" / "killed"
     log = work / "resume" / "first.log"
-    watched = Watched(command(work, miniature), log)
+    watched = Watched(command(work, miniature), log, environment={MARK: SESSION})
     deadline = time.monotonic() + LIMIT_SECONDS
     try:
         # step 4 is done: one step past the checkpoint, which must not count twice
