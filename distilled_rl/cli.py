@@ -75,7 +75,7 @@ Steps = Annotated[int, typer.Option(help="RL steps per run.", min=1)]
 @app.command()
 def quickstart(
     modes: Modes = "grpo,opd,opd_rl,distilled_rl",
-    steps: Steps = 60,
+    steps: Steps = 20,
     seeds: Seeds = 1,
     teacher: Annotated[str, typer.Option(help="clean, weak, shared, peer, or format.")] = "clean",
     out: Annotated[Path, typer.Option(help="Directory; finished parts in it are re-used.")] = Path(

@@ -43,6 +43,8 @@ def prepare_environment(config: DictConfig) -> None:
                 "verl is already imported without VERL_PLATFORM=cpu: its platform can no longer be chosen"
             )
         values.update(CPU_ENVIRONMENT)
+        # A run is a dozen processes: with as many threads as cores in each they wait for one another.
+        values["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // 2))
     for name, value in values.items():
         os.environ.setdefault(name, value)
     # verl's "file" logger truncates its file (verl/utils/tracking.py:540), so every start of a run gets a file of its own.

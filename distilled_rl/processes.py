@@ -106,7 +106,7 @@ class Watched:
         command: Sequence[str],
         log: Path,
         environment: Mapping[str, str] | None = None,
-        sample_seconds: float = 5.0,
+        sample_seconds: float = 15.0,
     ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log

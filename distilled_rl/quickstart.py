@@ -31,7 +31,7 @@ class Plan:
     modes: tuple[str, ...] = MODES
     seeds: tuple[int, ...] = (1,)
     teacher: str = "clean"
-    steps: int = 60
+    steps: int = 20
     overrides: tuple[str, ...] = ()
 
     def compose(self) -> DictConfig:

@@ -19,6 +19,10 @@ UV_VERSION=0.13.9
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 FLASH_ATTN_VERSION=2.8.3
 
+# The imports of the last stage leave compiled modules behind. Without them each of a run's ten processes compiles torch, vllm
+# and verl anew, which doubles the start-up. Some containers switch that off.
+unset PYTHONDONTWRITEBYTECODE
+
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv=$root/.venv
 py=$venv/bin/python

@@ -6,6 +6,7 @@
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+unset PYTHONDONTWRITEBYTECODE # see scripts/setup.sh
 bash scripts/setup.sh --dev
 echo "==> lint"
 bash scripts/lint.sh

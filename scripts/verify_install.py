@@ -5,6 +5,7 @@ a hard time limit.
 """
 
 import argparse
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -23,6 +24,16 @@ from typing import Any
 TIME_LIMIT = 300
 # Seconds for one start of Ray; its own agent has 15 s to come up, which a busy machine can exceed.
 RAY_START_LIMIT = 40
+# What the processes of a run import: driver, worker group, agent loops, reward loop, vLLM servers and their engines.
+RUN_MODULES = (
+    "verl.trainer.main_ppo",
+    "verl.workers.engine_workers",
+    "verl.experimental.agent_loop",
+    "verl.experimental.reward_loop",
+    "verl.workers.rollout.vllm_rollout.vllm_async_server",
+    "vllm.v1.engine.core",
+    "transformers.models.qwen3.modeling_qwen3",
+)
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -66,6 +77,8 @@ def check_imports() -> dict[str, Any]:
     import transformers
     import vllm
 
+    for module in RUN_MODULES:
+        importlib.import_module(module)
     return {
         "python": sys.version.split()[0],
         "torch": torch.__version__,
@@ -171,7 +184,9 @@ def main() -> None:
         return
 
     if is_cpu_set():
-        os.environ["VERL_PLATFORM"] = "cpu"
+        from distilled_rl.launch import CPU_ENVIRONMENT
+
+        os.environ.update(CPU_ENVIRONMENT)
         for name in CUDA_ONLY:
             if importlib.util.find_spec(name) is not None:
                 sys.exit(f"verify_install: {name} needs CUDA and breaks imports in the CPU set: pip uninstall {name}")

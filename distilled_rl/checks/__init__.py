@@ -63,6 +63,7 @@ RULES: tuple[Rule, ...] = (
     inputs.data,
     inputs.models,
     sizes.lengths,
+    sizes.sync_bucket,
     sizes.pools,
     sizes.batches,
 )

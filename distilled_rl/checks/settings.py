@@ -17,11 +17,10 @@ from distilled_rl.checks.values import (
     whole,
 )
 from distilled_rl.config import TRAINER_MODE
+from distilled_rl.methods import get_method
 
 ESTIMATORS = ("grpo", "distilled_rl")
 AGENT_LOOPS = "distilled_rl.rollout.DistilledRLAgentLoopManager"
-# Modes whose advantage is the teacher's alone, so that a group of one response loses nothing.
-REWARD_FREE_MODES = ("opd",)
 # What keeps verl's own distillation loss out of the update.
 NO_DISTILLATION_LOSS = {"loss_mode": "none", "use_task_rewards": True, "use_policy_gradient": False}
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -50,8 +49,10 @@ def method(config: DictConfig) -> Iterator[str]:
             f"distilled_rl.reproducible is true, but {key} is {get(config, key)}: only {AGENT_LOOPS} seeds each "
             "response"
         )
+    if whole(config, "reward.num_workers", least=0) == 0 and get(config, key) != AGENT_LOOPS:
+        yield f"reward.num_workers is 0, but {key} is {get(config, key)}: only {AGENT_LOOPS} grades by itself; use 1"
     n = whole(config, f"{ROLLOUT}.n")
-    if n < 2 and any(run.mode not in REWARD_FREE_MODES for run in settings):
+    if n < 2 and any(get_method(run.mode).uses_reward for run in settings):
         yield (
             f"{ROLLOUT}.n is {n}: GRPO compares the responses to one prompt, so one alone has no advantage; use 2 or "
             "more"

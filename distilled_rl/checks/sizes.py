@@ -61,6 +61,26 @@ def _positions(path: str | None) -> int | None:
         return None
 
 
+def sync_bucket(config: DictConfig) -> Iterator[str]:
+    """On a CPU, the student's largest weight, its embedding, fits into the buffer that carries weights to vLLM."""
+    if config.trainer.device != "cpu":  # elsewhere verl sends such a weight on its own
+        return
+    path = next((model.path for model in models(config) if model.key == f"{MODEL}.path"), None)
+    try:
+        folder = files.model_folder(path) if path is not None else None
+        model = files.model_config(folder) if folder is not None else {}
+    except ConfigError:
+        return  # another rule's to name
+    entries = (model.get("vocab_size") or 0) * (model.get("hidden_size") or 0)
+    needed = entries * (4 if get(config, f"{ACTOR}.fsdp_config.model_dtype") in ("fp32", "float32") else 2)
+    key = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
+    if needed > whole(config, key) << 20:  # verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py:142
+        yield (
+            f"{key} is {whole(config, key)}, but the embedding of {path} takes {needed / 2**20:.1f} MiB: raise it to "
+            f"{-(-needed >> 20)}"
+        )
+
+
 def pools(config: DictConfig) -> Iterator[str]:
     """Trainer and teacher pool split into whole replicas, and Ray has been told of as many GPUs as they take."""
     gpus = trainer_gpus(config)

@@ -41,18 +41,25 @@ class NoOptions:
 
 @dataclass(frozen=True)
 class Method:
-    """A registered method: its name, what it does to the advantages, its options, and whether it asks a teacher."""
+    """A registered method: its name, what it does to the advantages, and its options.
+
+    ``needs_teacher``: whether it asks a teacher. ``uses_reward``: whether the given advantages reach its result, so that a
+    group of one response, which has none, teaches it nothing.
+    """
 
     name: str
     apply: Callable[[TeacherBatch, Any], "tuple[torch.Tensor, dict[str, float]]"]
     options: type
     needs_teacher: bool
+    uses_reward: bool
 
 
 _METHODS: dict[str, Method] = {}
 
 
-def register(name: str, *, options: type = NoOptions, needs_teacher: bool = True) -> Callable[[Callable], Callable]:
+def register(
+    name: str, *, options: type = NoOptions, needs_teacher: bool = True, uses_reward: bool = True
+) -> Callable[[Callable], Callable]:
     """Register a function ``(TeacherBatch, options) -> (advantages, metrics)`` under ``name``.
 
     The returned advantages are nested like the given ones. Raises ``ValueError`` when the name is taken.
@@ -62,7 +69,7 @@ def register(name: str, *, options: type = NoOptions, needs_teacher: bool = True
         known = _METHODS.get(name)
         if known is not None and known.apply.__module__ != function.__module__:
             raise ValueError(f"method {name!r} is already registered by {known.apply.__module__}")
-        _METHODS[name] = Method(name=name, apply=function, options=options, needs_teacher=needs_teacher)
+        _METHODS[name] = Method(name, function, options, needs_teacher, uses_reward)
         return function
 
     return decorator

@@ -27,7 +27,7 @@ class OPDOptions:
             )
 
 
-@register("opd", options=OPDOptions)
+@register("opd", options=OPDOptions, uses_reward=False)
 def opd(batch: TeacherBatch, options: OPDOptions) -> tuple[torch.Tensor, dict[str, float]]:
     """Return ``coef * (log pi_teacher - log pi_old)`` on live tokens, 0 elsewhere."""
     log_rho = teacher_log_ratio(batch.teacher_log_probs, batch.old_log_probs, batch.mask)

@@ -131,6 +131,7 @@ def _write_tokenizer(folder: Path) -> dict[str, float]:
 
 def _model_writer(name: str, recipe: recipes.Recipe, log: Log) -> Writer:
     def write(folder: Path) -> dict[str, float]:
+        """Train the model into ``folder`` and return its held-out figures."""
         model = sft.train(recipe.size, recipe.textbook, recipe.sft, log=lambda line: log(f"{name}: {line}"))
         models.save_model(model, folder)
         result = generate.evaluate(folder, task.held_out_problems())

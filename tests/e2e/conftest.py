@@ -5,6 +5,8 @@ Every start is a process tree with a hard time limit; whatever is left of it is 
 
 import contextlib
 import json
+import os
+import signal
 import sys
 import time
 import uuid
@@ -15,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from distilled_rl.launch import last_step
 from distilled_rl.processes import Watched, remove_orphaned_shared_memory, shared_memory_files, tail
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +39,7 @@ class Finished:
         """Return the metrics of steps 1, 2, …, later starts of the run overriding earlier ones."""
         lines: dict[int, dict] = {}
         for log in sorted(self.directory.glob("metrics-*.jsonl")):
-            for line in log.read_text(encoding="utf-8").splitlines():
+            for line in log.read_text(encoding="utf-8").split("\n")[:-1]:  # a line without its end is being written
                 entry = json.loads(line)
                 lines.setdefault(entry["step"], {}).update(entry["data"])
         return [lines[step] for step in sorted(lines) if step > 0]
@@ -45,19 +48,11 @@ class Finished:
         """Return the student's weights after the last step, as Hugging Face names them."""
         from safetensors.torch import load_file
 
-        [folder] = sorted((self.directory / "checkpoints").glob("global_step_*/actor/huggingface"))
-        return load_file(folder / "model.safetensors")
-
-    def weights_at(self, step: int) -> dict:
-        """Return the student's weights after ``step``."""
-        from safetensors.torch import load_file
-
-        return load_file(self.directory / f"checkpoints/global_step_{step}/actor/huggingface/model.safetensors")
+        return load_file(self.model() / "model.safetensors")
 
     def model(self) -> Path:
         """Return the folder of the Hugging Face checkpoint after the last step."""
-        [folder] = sorted((self.directory / "checkpoints").glob("global_step_*/actor/huggingface"))
-        return folder
+        return self.directory / "checkpoints" / f"global_step_{last_step(self.directory)}" / "actor" / "huggingface"
 
 
 def run_command(command: Sequence[str], log: Path, limit: float = LIMIT_SECONDS, **environment: str) -> None:
@@ -85,9 +80,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("e2e")
 
 
-def sweep(work: Path, name: str, miniature: Path, runs: Sequence[str], overrides: Sequence[str]) -> dict[str, Finished]:
-    out = work / name
-    command = train_command(
+def sweep_command(out: Path, miniature: Path, runs: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    return train_command(
         "miniature_sweep",
         [
             f"dataset.dir={miniature}",
@@ -99,8 +93,6 @@ def sweep(work: Path, name: str, miniature: Path, runs: Sequence[str], overrides
             *overrides,
         ],
     )
-    run_command(command, out / "log.txt", HYDRA_FULL_ERROR="1", PYTHONFAULTHANDLER="1")
-    return {path.name: Finished(path) for path in out.iterdir() if (path / "checkpoints").is_dir()}
 
 
 @pytest.fixture(scope="session")
@@ -112,33 +104,47 @@ def twin(work: Path, miniature: Path) -> dict[str, Finished]:
         "{name:lambda0,mode:opd_rl,seed:1,teacher_coef:0.0}",
         "{name:twin,mode:distilled_rl,seed:1}",
     ]
-    return sweep(
-        work,
-        "twin",
-        miniature,
-        runs,
-        [
-            *("teacher=local", "teacher.name=twin", f"teacher.model={miniature}/models/student"),
-            *("trainer.total_training_steps=3", "trainer.save_freq=3"),
-        ],
-    )
+    overrides = [
+        *("teacher=local", "teacher.name=twin", f"teacher.model={miniature}/models/student"),
+        *("trainer.total_training_steps=3", "trainer.save_freq=3"),
+    ]
+    out = work / "twin"
+    run_command(sweep_command(out, miniature, runs, overrides), out / "log.txt")
+    return {name: Finished(out / name) for name in ("grpo", "eps1", "lambda0", "twin")}
+
+
+FOUR_SETTINGS = [
+    *("teacher.name=clean", "trainer.total_training_steps=6", "trainer.save_freq=3"),
+    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+]
 
 
 @pytest.fixture(scope="session")
 def four(work: Path, miniature: Path) -> dict[str, Finished]:
-    """Six steps of each mode with the clean teacher, one mini-batch a step, the first step's tensors dumped."""
+    """Six steps of each mode with the clean teacher, one mini-batch a step, the first step's tensors dumped.
+
+    Then ``killed``: the Distilled RL run once more, ended by SIGKILL after its fourth step, one past its checkpoint.
+    """
     modes = {"grpo": "", "opd": "", "opd_rl": ",teacher_coef:0.3", "distilled_rl": ""}
     runs = [
         f"{{name:{mode},mode:{mode},seed:1{more},dump_dir:{work}/dumps/{mode},dump_steps:[1]}}"
         for mode, more in modes.items()
     ]
-    return sweep(work, "four", miniature, runs, FOUR_SETTINGS)
-
-
-FOUR_SETTINGS = [
-    *("teacher.name=clean", "trainer.total_training_steps=6", "trainer.save_freq=6"),
-    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
-]
+    out = work / "four"
+    killed = Finished(out / "killed")
+    command = sweep_command(out, miniature, [*runs, "{name:killed,mode:distilled_rl,seed:1}"], FOUR_SETTINGS)
+    watched = Watched(command, out / "log.txt", environment={MARK: SESSION})
+    deadline = time.monotonic() + LIMIT_SECONDS
+    try:
+        while len(killed.steps()) < 4:
+            assert watched.process.poll() is None, tail(watched.log, 60)
+            assert time.monotonic() < deadline, tail(watched.log, 60)
+            time.sleep(0.1)
+        os.kill(watched.process.pid, signal.SIGKILL)
+    finally:
+        watched.close()
+    assert last_step(killed.directory) == 3
+    return {name: Finished(out / name) for name in (*modes, "killed")}
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -42,6 +42,7 @@ def stock_steps(work: Path, miniature: Path, plugins: str) -> list[dict]:
     plain["trainer"]["v1"]["trainer_mode"] = "sync"  # type: ignore[index]
     plain["trainer"]["default_local_dir"] = str(work / "stock-checkpoints")  # type: ignore[index]
     plain["distillation"]["distillation_loss"]["loss_mode"] = "k3"  # type: ignore[index]
+    plain["reward"]["num_workers"] = 1  # type: ignore[index]
     plain["actor_rollout_ref"]["actor"]["ppo_mini_batch_size"] = 16  # type: ignore[index]
     plain["actor_rollout_ref"]["rollout"]["agent"]["agent_loop_manager_class"] = (  # type: ignore[index]
         "tests.e2e.stock_support.SeededManager"

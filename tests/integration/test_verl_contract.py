@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import re
 from importlib.metadata import version
 from pathlib import Path
 
@@ -49,6 +50,22 @@ LINES = [
         "validation never asks the teacher",
     ),
     (
+        "verl/experimental/agent_loop/agent_loop.py",
+        "output: AgentLoopOutput = await agent_loop.run(sampling_params, **kwargs)\n"
+        '            return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)',
+        "rollout.py: _run_agent_loop without a new agent loop per response",
+    ),
+    (
+        "verl/experimental/agent_loop/agent_loop.py",
+        "await selected_reward_loop_worker_handle.compute_score.remote(data)",
+        "rollout.LocalRewardWorker",
+    ),
+    (
+        "verl/workers/rollout/vllm_rollout/vllm_async_server.py",
+        "SamplingParams(max_tokens=max_tokens, **sampling_params)",
+        "rollout.py: output_kind and detokenize reach the engine",
+    ),
+    (
         "verl/experimental/teacher_loop/teacher_manager.py",
         '"temperature": 1.0',
         "checks: a server scores at temperature 1",
@@ -92,6 +109,20 @@ def test_private_names_keep_their_signatures(verl_on_cpu: None) -> None:
     teacher = inspect.signature(worker._compute_teacher_logprobs).parameters
     assert list(teacher)[:6] == ["self", "output", "prompt_ids", "response_ids", "validate", "sample_kwargs"]
     assert callable(TaskRunnerV1.__ray_metadata__.modified_class.run)
+
+
+def test_the_shared_agent_loop_and_client_keep_nothing_of_a_response(verl_on_cpu: None) -> None:
+    from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+    from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
+    from verl.workers.rollout.llm_server import LLMServerClient
+
+    for base in SingleTurnAgentLoop.__mro__[:2]:
+        for name, function in inspect.getmembers(base, inspect.isfunction):
+            if name != "__init__":
+                assert "self." not in re.sub(r"self\.\w+[\w.]*(?! *=[^=])", "", inspect.getsource(function)), name
+    assert list(inspect.signature(LLMServerClient._acquire_server).parameters) == ["self", "request_id", "extra"]
+    assert list(inspect.signature(LLMServerClient._release_server).parameters) == ["self", "server_id", "request_id"]
+    assert list(inspect.signature(RewardLoopWorker.__init__).parameters)[:2] == ["self", "config"]
 
 
 def test_trainer_is_verls_synchronous_one(verl_on_cpu: None) -> None:

@@ -57,8 +57,16 @@ REFUSED = {
     ),
     "gae": ({"algorithm.adv_estimator": "gae"}, ["algorithm.adv_estimator is 'gae'", "use grpo or distilled_rl"]),
     "reproducible": (
-        {"distilled_rl.reproducible": True, f"{ROLLOUT}.agent.agent_loop_manager_class": None},
+        {
+            "distilled_rl.reproducible": True,
+            f"{ROLLOUT}.agent.agent_loop_manager_class": None,
+            "reward.num_workers": 1,
+        },
         ["distilled_rl.reproducible", f"{ROLLOUT}.agent.agent_loop_manager_class is None", "seeds each response"],
+    ),
+    "nobody grades": (
+        {f"{ROLLOUT}.agent.agent_loop_manager_class": None},
+        ["reward.num_workers is 0", f"{ROLLOUT}.agent.agent_loop_manager_class is None", "use 1"],
     ),
     "group of one": (
         {f"{ROLLOUT}.n": 1, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 8, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 16},
@@ -235,6 +243,14 @@ def test_model_with_too_few_positions(make_run, tmp_path):
     assert check_run(make_run(changes={"student.model": str(student), LIMITS[0]: NEEDED})) == []
     message = refusal(make_run(changes={"student.model": str(student)}))
     assert f"{LIMITS[0]} is 64" in message and "max_position_embeddings" in message and "is 50: shorten" in message
+
+
+def test_embedding_that_the_weight_sync_cannot_carry(make_run, tmp_path):
+    student = write_model(tmp_path / "student", vocab_size=(1 << 20) // 64 + 1)  # 4 MiB and one row, in float32
+    key = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
+    assert check_run(make_run(changes={"student.model": str(student), key: 5})) == []
+    message = refusal(make_run(changes={"student.model": str(student), key: 4}))
+    assert f"{key} is 4, but the embedding of {student} takes 4.0 MiB: raise it to 5" in message
 
 
 def test_several_teachers_fill_the_pool_exactly(make_run, assets):

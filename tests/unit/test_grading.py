@@ -261,14 +261,14 @@ def test_an_unknown_verdict_is_refused():
 
 def test_equal_texts_and_plain_numbers_need_no_child(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("distilled_rl.grading.shared_grader", lambda: pytest.fail("a child was asked"))
-    for answer, gold in (
-        ("5", "5"),
-        ("4", "5"),
-        (r"x^{2}+1", "x^2 + 1"),
-        ("8.7e8", r"8.7\times 10^8"),
-        ("(1,2]", "(1,2)"),
-    ):
-        score(answer, gold)
+    pairs = {
+        ("5", "5"): 1.0,
+        ("4", "5"): 0.0,
+        (r"x^{2}+1", "x^2 + 1"): 1.0,
+        ("8.7e8", r"8.7\times 10^8"): 1.0,
+        ("(1,2]", "(1,2)"): 0.0,
+    }
+    assert {pair: score(*pair)["score"] for pair in pairs} == pairs
 
 
 # ---- extraction ----
