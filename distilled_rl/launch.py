@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,22 @@ class LocalTaskRunner:
         return cls()
 
 
+# What ray.init says when its own agent takes longer than its fixed 15 s, as it can on a busy machine.
+RAY_TOO_SLOW = "timed out during startup"
+
+
+def with_patience(run: Callable[[], None], shut_down: Callable[[], None], tries: int = 3) -> None:
+    """Call ``run``; when Ray was too slow to start, shut down what is there of it and call again, ``tries`` times in all."""
+    for left in reversed(range(tries)):
+        try:
+            return run()
+        except Exception as error:
+            if RAY_TOO_SLOW not in str(error) or not left:
+                raise
+            print(f"Ray did not start in time ({left} more tries): {error}", file=sys.stderr, flush=True)
+            shut_down()
+
+
 def train(config: DictConfig) -> Path:
     """Train one run to its end and return its directory.
 
@@ -114,6 +130,7 @@ def train(config: DictConfig) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, directory / "config.yaml", resolve=True)
 
+    import ray
     import verl  # noqa: F401  (loads the plugin)
 
     from distilled_rl import plugin
@@ -127,7 +144,8 @@ def train(config: DictConfig) -> Path:
     auto_set_device(config)
     validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     started = time.monotonic()
-    run_ppo(config, task_runner_class=LocalTaskRunner if config.trainer.device == "cpu" else TaskRunnerV1)
+    runner = LocalTaskRunner if config.trainer.device == "cpu" else TaskRunnerV1
+    with_patience(lambda: run_ppo(config, task_runner_class=runner), ray.shutdown)
     print(f"{config.run.name}: finished in {time.monotonic() - started:.0f} s; logs in {directory}", flush=True)
     return directory
 
