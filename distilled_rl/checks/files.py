@@ -19,6 +19,15 @@ from distilled_rl.config import ConfigError
 
 HUB_ID = re.compile(r"([\w.-]+/)?[\w.-]+")
 WEIGHTS = ("*.safetensors", "*.bin")
+# What tells whether two models fit, without weights.
+SMALL_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -102,6 +111,33 @@ def model_folder(path: str) -> Path | None:
     return None
 
 
+def small_files_are_there(path: str, folder: Path) -> bool:
+    """Whether configuration and tokenizer of a model can be read, not left to a download: see :func:`model_folder`."""
+    is_local = hub_is_offline() or Path(path).expanduser().is_dir()
+    return is_local or all((folder / name).is_file() for name in ("config.json", "tokenizer.json"))
+
+
+def downloaded_model_folder(path: str) -> Path:
+    """Return :func:`model_folder`, with the small files of a hub model downloaded where they are not in the cache.
+
+    Raises :class:`ConfigError` where the hub does not give them.
+    """
+    folder = model_folder(path)
+    if folder is not None and small_files_are_there(path, folder):
+        return folder
+    import httpx
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=SMALL_FILES))
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        raise ConfigError(
+            f"{path} is no folder here, and the Hugging Face hub did not give its configuration and tokenizer "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}): check the name and the connection, or "
+            "give the folder of the model"
+        ) from error
+
+
 def folder_problems(folder: Path, tokenizer: Path) -> Iterator[str]:
     """Yield what a model folder lacks; ``tokenizer`` is the folder of its tokenizer, mostly the same."""
     if not (folder / "config.json").is_file():
@@ -115,79 +151,9 @@ def folder_problems(folder: Path, tokenizer: Path) -> Iterator[str]:
         )
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, empty if there is no file. Raises :class:`ConfigError` if it is broken."""
-    if not file.is_file():
-        return {}
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from error
-
-
-def model_config(folder: Path) -> dict[str, Any]:
-    """Return a model's ``config.json``, the part on its language model."""
-    config = read_json(folder / "config.json")
-    return config.get("text_config") or config
-
-
 def head_dim(config: dict[str, Any]) -> int | None:
     """Return the size of one attention head, None when ``config.json`` does not tell."""
     if config.get("head_dim"):
         return int(config["head_dim"])
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     return int(hidden) // int(heads) if hidden and heads else None
-
-
-def tokenizer_problems(student: Path, teacher: Path, teacher_vocab_size: int | None) -> Iterator[str]:
-    """Yield why the teacher cannot score the student's token ids, comparing two tokenizer folders.
-
-    Every token of the student must have the same id for the teacher, inside the teacher's embedding, and both must end
-    a text with the same token. The teacher may know more tokens, and padded embedding sizes may differ.
-    Without a ``tokenizer.json`` on both sides nothing is compared.
-    """
-    if not all((folder / "tokenizer.json").is_file() for folder in (student, teacher)):
-        return
-    ours, theirs = _vocabulary(student), _vocabulary(teacher)
-    different = sorted((token_id, token) for token, token_id in ours.items() if theirs.get(token) != token_id)
-    if different:
-        examples = ", ".join(f"{token!r}: {number} and {theirs.get(token)}" for number, token in different[:3])
-        yield (
-            f"{len(different)} of the student's {len(ours)} tokens have another id, or none, for the teacher "
-            f"({examples}): its log-probs would belong to other tokens; use a teacher with the student's tokenizer"
-        )
-    elif teacher_vocab_size is not None and max(ours.values()) >= teacher_vocab_size:
-        yield (
-            f"the student's highest token id is {max(ours.values())}, the teacher's vocab_size {teacher_vocab_size}: "
-            "it cannot score every token; use a teacher with the student's tokenizer"
-        )
-    ends = [_end_of_text(folder, vocabulary) for folder, vocabulary in ((student, ours), (teacher, theirs))]
-    if None not in ends and ends[0] != ends[1]:
-        yield (
-            f"the student ends a text with token id {ends[0]}, the teacher with {ends[1]}: the teacher would teach it "
-            "never to stop; set the same eos_token in both tokenizer_config.json, or use a teacher of the student's "
-            "family"
-        )
-
-
-def _vocabulary(folder: Path) -> dict[str, int]:
-    """Return token -> id, special tokens included."""
-    content = read_json(folder / "tokenizer.json")
-    vocabulary = content.get("model", {}).get("vocab", {})
-    if not isinstance(vocabulary, dict):  # a unigram model lists (token, score) pairs
-        vocabulary = {token: index for index, (token, _score) in enumerate(vocabulary)}
-    return vocabulary | {token["content"]: token["id"] for token in content.get("added_tokens", [])}
-
-
-def _end_of_text(folder: Path, vocabulary: dict[str, int]) -> int | None:
-    """Return the id that ends a text: the tokenizer's eos_token, else the first eos_token_id of the model's files."""
-    token = read_json(folder / "tokenizer_config.json").get("eos_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    if token in vocabulary:
-        return vocabulary[token]
-    for name in ("generation_config.json", "config.json"):
-        end = read_json(folder / name).get("eos_token_id")
-        end = end[0] if isinstance(end, list) and end else end
-        if isinstance(end, int):
-            return end
-    return None

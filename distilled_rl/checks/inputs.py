@@ -6,9 +6,11 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from distilled_rl.checks import files
-from distilled_rl.checks.values import data_files, get, total_steps, whole
+from distilled_rl.checks.values import data_files, get, teacher_choices, total_steps, whole
 from distilled_rl.checks.values import models as models_of
 from distilled_rl.config import ConfigError
+from distilled_rl.teacher import compatibility
+from distilled_rl.teacher.model_files import model_config
 
 # vllm/v1/attention/backends/cpu_attn.py:59
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -67,19 +69,22 @@ def _is_remote(path: str) -> bool:
 
 
 def models(config: DictConfig) -> Iterator[str]:
-    """Student and teachers exist and are whole, the machine can run them, and they share their token ids."""
-    student: Path | None = None
-    for position, (key, path, tokenizer_path) in enumerate(models_of(config)):
+    """Student and teachers exist and are whole, the machine can run them, and the teachers can score the student."""
+    whole_models: list[tuple[str, Path, Path] | None] = []
+    for key, path, tokenizer_path in models_of(config):
+        whole_models.append(None)
         try:
             folder, tokenizer = files.model_folder(path), files.model_folder(tokenizer_path)
-            model = files.model_config(folder) if folder is not None else {}
+            model = model_config(folder) if folder is not None else {}
         except ConfigError as error:
             yield f"{key}: {error}"
             continue
         if folder is None or tokenizer is None:
             continue
+        is_whole = files.small_files_are_there(path, folder) and files.small_files_are_there(tokenizer_path, tokenizer)
         if files.hub_is_offline() or Path(path).expanduser().is_dir():
             for problem in files.folder_problems(folder, tokenizer):
+                is_whole = False
                 yield f"{key}: {problem}"
         size = files.head_dim(model)
         if get(config, "trainer.device") == "cpu" and size is not None and size not in CPU_HEAD_DIMS:
@@ -87,8 +92,27 @@ def models(config: DictConfig) -> Iterator[str]:
                 f"{key}: {path} has attention heads of size {size}: on trainer.device=cpu vLLM computes attention for "
                 f"head_dim {', '.join(map(str, CPU_HEAD_DIMS))} only; use another model, or a GPU"
             )
-        if position == 0:
-            student = tokenizer
-        elif student is not None:
-            for problem in files.tokenizer_problems(student, tokenizer, model.get("vocab_size")):
-                yield f"{key}: {problem}"
+        if is_whole:
+            whole_models[-1] = key, folder, tokenizer
+    if whole_models and (student := whole_models[0]):
+        for teacher in filter(None, whole_models[1:]):
+            yield from _incompatibilities(config, student, teacher)
+
+
+def _incompatibilities(
+    config: DictConfig, student: tuple[str, Path, Path], teacher: tuple[str, Path, Path]
+) -> Iterator[str]:
+    """Yield why a teacher cannot score the student. Each is a key, a model folder, and the folder of its tokenizer.
+
+    Lengths are left to :func:`distilled_rl.checks.sizes.lengths`, which knows the servers' limits too.
+    """
+    allow, eos_map, prompt = teacher_choices(config)
+    try:
+        report = compatibility.compare(
+            student[1], teacher[1], student_tokenizer=student[2], allow=allow, eos_map=eos_map, prompt=prompt
+        )
+    except ConfigError as error:
+        yield f"{teacher[0]}: {error}"
+        return
+    for line in report.refused:
+        yield f"{teacher[0]}: {line.found}; {line.advice}"

@@ -12,6 +12,7 @@ from distilled_rl.checks.values import (
     get,
     real,
     runs,
+    teacher_choices,
     teachers,
     total_steps,
     whole,
@@ -89,6 +90,17 @@ def teacher(config: DictConfig) -> Iterator[str]:
         yield (
             "algorithm.rollout_correction.bypass_mode is true: verl then skips the old log-probs, which the teacher's "
             "ratio is taken against; set it to false"
+        )
+    _allow, eos_map, prompt = teacher_choices(config)
+    if prompt != "student":
+        yield (
+            f"teacher.prompt is {prompt}, which is not supported by this version's served teacher: it reads the tokens "
+            "that the student read; set teacher.prompt=student"
+        )
+    if eos_map:
+        yield (
+            f"teacher.eos_map is {eos_map}, which this version's trainer does not apply: the student's end tokens would "
+            "be scored as they are; set teacher.eos_map={} and give both models the same eos_token"
         )
 
 

@@ -18,6 +18,7 @@ from distilled_rl.checks.values import (
     whole,
 )
 from distilled_rl.config import ConfigError
+from distilled_rl.teacher.model_files import model_config
 
 
 def lengths(config: DictConfig) -> Iterator[str]:
@@ -56,7 +57,7 @@ def _positions(path: str | None) -> int | None:
     """Return the longest sequence of a model, None where it is not known; a broken model is another rule's to name."""
     try:
         folder = files.model_folder(path) if path is not None else None
-        return files.model_config(folder).get("max_position_embeddings") if folder is not None else None
+        return model_config(folder).get("max_position_embeddings") if folder is not None else None
     except ConfigError:
         return None
 
@@ -68,7 +69,7 @@ def sync_bucket(config: DictConfig) -> Iterator[str]:
     path = next((model.path for model in models(config) if model.key == f"{MODEL}.path"), None)
     try:
         folder = files.model_folder(path) if path is not None else None
-        model = files.model_config(folder) if folder is not None else {}
+        model = model_config(folder) if folder is not None else {}
     except ConfigError:
         return  # another rule's to name
     entries = (model.get("vocab_size") or 0) * (model.get("hidden_size") or 0)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from distilled_rl.config import TRAINER_MODE, ConfigError, DistilledRLConfig, sweep_runs
+from distilled_rl.teacher import compatibility
 
 # The trainer of distilled_rl.sweep, a module that imports verl.
 SWEEP_MODE = "distilled_rl_sweep"
@@ -71,6 +72,27 @@ def models(config: DictConfig) -> Iterator[Model]:
     for key in teachers(config):
         if (path := get(config, f"{key}.model_path")) is not None:
             yield Model(f"{key}.model_path", str(path), str(path))
+
+
+def teacher_choices(config: DictConfig) -> tuple[list[str], dict[int, int], str]:
+    """Return ``teacher.allow``, ``teacher.eos_map`` and ``teacher.prompt``, see :func:`compatibility.compare`.
+
+    Raises :class:`ConfigError` for a choice that does not exist, or is of another kind.
+    """
+    allow, eos_map = get(config, "teacher.allow"), get(config, "teacher.eos_map")
+    prompt = get(config, "teacher.prompt") or "student"
+    if not isinstance(allow, ListConfig | None):
+        raise ConfigError(f"teacher.allow is {allow!r}: give a list of names, such as teacher.allow=[eos]")
+    if not isinstance(eos_map, DictConfig | None):
+        raise ConfigError(
+            f"teacher.eos_map is {eos_map!r}: give the student's id and the teacher's, {{151643: 151645}}"
+        )
+    pairs = dict((eos_map or {}).items())
+    if not all(isinstance(number, int) and not isinstance(number, bool) for pair in pairs.items() for number in pair):
+        raise ConfigError(f"teacher.eos_map is {pairs}: it maps token ids to token ids, such as {{151643: 151645}}")
+    names = list(allow or [])
+    compatibility.check_choices(names, prompt)
+    return names, pairs, prompt
 
 
 def data_files(config: DictConfig, key: str) -> list[str]:

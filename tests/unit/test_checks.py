@@ -77,6 +77,18 @@ REFUSED = {
         ["mode 'distilled_rl' needs a teacher", "distillation.enabled is false", "teacher=local teacher.model=PATH"],
     ),
     "teacher null": ({"teacher.model": None}, [f"{TEACHER}.model_path is null", "set teacher.model=PATH"]),
+    "allow": (
+        {"teacher.allow": ["eos", "all"]},
+        ["teacher.allow names all", "only eos, special_tokens, template can be allowed"],
+    ),
+    "allow text": ({"teacher.allow": "eos"}, ["teacher.allow is 'eos'", "give a list of names"]),
+    "eos_map": ({"teacher.eos_map": {1: 1}}, ["teacher.eos_map is {1: 1}", "does not apply", "set teacher.eos_map={}"]),
+    "eos_map text": ({"teacher.eos_map": {"$": 1}}, ["teacher.eos_map is {'$': 1}", "maps token ids to token ids"]),
+    "own prompt": (
+        {"teacher.prompt": "own"},
+        ["teacher.prompt is own", "not supported by this version's served teacher", "set teacher.prompt=student"],
+    ),
+    "prompt": ({"teacher.prompt": "mine"}, ["teacher.prompt is 'mine'", "must be student or own"]),
     "distillation loss": (
         {f"{DISTILLATION}.distillation_loss.loss_mode": "k3"},
         ["distillation_loss.loss_mode is k3", "distillation_loss.loss_mode=none"],
@@ -473,7 +485,7 @@ def test_embedding_of_the_teacher_too_small(make_run, tmp_path):
 def test_other_end_of_text(make_run, tmp_path):
     # pitfall ms-swift#9526: the same vocabulary, another eos token
     message = refusal(with_teacher(make_run, tmp_path, eos="="))
-    assert "the student ends a text with token id 1, the teacher with 13" in message
+    assert "the student ends a text with token id 1 ('$'), the teacher with token id 13 ('=')" in message
     assert "set the same eos_token in both tokenizer_config.json" in message
 
 
@@ -482,13 +494,34 @@ def test_end_of_text_from_the_generation_config(make_run, tmp_path):
     (folder / "tokenizer_config.json").write_text("{}")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [13, 1]}))
     message = refusal(make_run(changes={"teacher.model": str(folder)}))
-    assert "the student ends a text with token id 1, the teacher with 13" in message
+    assert "the student ends a text with token id 1 ('$'), the teacher with token id 13 ('=')" in message
+    assert "it may stop at 1 too, but that is not what it writes" in message
 
 
 def test_unknown_end_of_text_is_not_compared(make_run, tmp_path):
     folder = write_model(tmp_path / "teacher")
     (folder / "tokenizer_config.json").write_text("{}")
     assert check_run(make_run(changes={"teacher.model": str(folder)})) == []
+
+
+def test_difference_allowed_by_name(make_run, tmp_path):
+    config = with_teacher(make_run, tmp_path, eos="=")
+    assert check_run(OmegaConf.merge(config, {"teacher": {"allow": ["eos"]}})) == []
+    assert "put eos into teacher.allow" in refusal(OmegaConf.merge(config, {"teacher": {"allow": ["template"]}}))
+
+
+def test_chat_template_of_the_teacher_differs(make_run, tmp_path):
+    folder = write_model(tmp_path / "teacher")
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    message = refusal(make_run(changes={"teacher.model": str(folder)}))
+    assert f"{TEACHER}.model_path: the student has no chat template, the other has one" in message
+
+
+def test_tokenizer_that_cannot_be_compared(make_run, tmp_path):
+    folder = write_model(tmp_path / "teacher")
+    (folder / "tokenizer.json").unlink()
+    message = refusal(make_run(changes={"teacher.model": str(folder)}))
+    assert f"{TEACHER}.model_path: {folder / 'tokenizer.json'} does not exist" in message
 
 
 # ---- warnings ----
