@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
@@ -65,6 +66,58 @@ def train(
 def check(recipe: Recipe, overrides: Overrides = None) -> None:
     """Check a recipe with its data and models, and print what would run. Nothing is started."""
     _checked(recipe, overrides, warn=True)
+
+
+@app.command("check-teacher")
+def check_teacher(
+    student: Annotated[str, typer.Argument(help="The student: a folder, or a name on the Hugging Face hub.")],
+    teacher: Annotated[str, typer.Argument(help="The teacher, likewise.")],
+    allow: Annotated[
+        str, typer.Option(help="Accepted by name, separated by commas: eos, special_tokens, template.")
+    ] = "",
+    eos_map: Annotated[str, typer.Option(help="End-of-text ids STUDENT:TEACHER, separated by commas.")] = "",
+    prompt: Annotated[str, typer.Option(help="Whose prompt the teacher reads: student or own.")] = "student",
+    max_prompt: Annotated[int | None, typer.Option(help="Longest prompt, in tokens.", min=1)] = None,
+    max_response: Annotated[int | None, typer.Option(help="Longest response, in tokens.", min=1)] = None,
+) -> None:
+    """Say whether a teacher can score a student's responses. Only small files are read; exit code 2 if it cannot."""
+    if (max_prompt is None) != (max_response is None):
+        raise ConfigError("--max-prompt and --max-response: give both, or none")
+    from distilled_rl.checks.files import downloaded_model_folder
+    from distilled_rl.teacher.compatibility import compare
+
+    report = compare(
+        downloaded_model_folder(student),
+        downloaded_model_folder(teacher),
+        prompt_length=max_prompt,
+        response_length=max_response,
+        allow=_names(allow),
+        eos_map=dict(map(_id_pair, _names(eos_map))),
+        prompt=prompt,
+    )
+    table = Table("topic", "verdict", show_lines=True)
+    for column in ("found", "what to do"):
+        table.add_column(column, overflow="fold")
+    for line in report.lines:
+        style = {"same": "green", "harmless": "green", "allowed": "yellow", "refuse": "red"}[line.verdict]
+        table.add_row(line.topic, Text(line.verdict, style=style), Text(line.found), Text(line.advice))
+    Console().print(table)
+    if report.refused:
+        say(f"refused: {', '.join(line.topic for line in report.refused)}", style="red", stderr=True)
+        raise typer.Exit(2)
+    say("this teacher can score this student's responses")
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _id_pair(text: str) -> tuple[int, int]:
+    try:
+        student, teacher = map(int, text.split(":"))
+    except ValueError:
+        raise ConfigError(f"--eos-map: {text!r} is no pair of token ids such as 151643:151645") from None
+    return student, teacher
 
 
 Modes = Annotated[str, typer.Option(help="Modes, separated by commas.")]

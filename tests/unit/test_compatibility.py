@@ -7,7 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
+from distilled_rl.cli import app
 from distilled_rl.config import ConfigError
 from distilled_rl.teacher.compatibility import compare
 from tests.unit.valid_run import VOCABULARY, write_model
@@ -429,3 +431,78 @@ def test_nothing_heavy_is_imported():
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
+
+
+# ---- the command ----
+
+
+def check_teacher(*arguments):
+    return CliRunner().invoke(app, ["check-teacher", *map(str, arguments)], env={"COLUMNS": "600"})
+
+
+def test_command_on_a_teacher_that_fits(tmp_path):
+    student, teacher = write(tmp_path / "s"), write(tmp_path / "t", hidden_size=96)
+    result = check_teacher(student, teacher, "--max-prompt", 16, "--max-response", 47)  # + 1 = 64 positions
+    assert result.exit_code == 0, result.output
+    for topic in ("tokens", "special_tokens", "eos", "vocab_size", "template", "thinking", "length", "architecture"):
+        assert topic in result.stdout
+    assert "this teacher can score this student's responses" in result.stdout
+    result = check_teacher(student, teacher, "--max-prompt", 16, "--max-response", 48)
+    assert result.exit_code == 2 and "refused: length" in result.stderr
+
+
+def test_command_refuses_until_it_is_allowed_or_mapped(tmp_path):
+    student, teacher = write(tmp_path / "s", **BASE), write(tmp_path / "t", **CHAT)
+    result = check_teacher(student, teacher)
+    assert result.exit_code == 2 and "refused: eos" in result.stderr
+    assert "the student ends a text with token id 151643" in result.stdout and "refuse" in result.stdout
+    result = check_teacher(student, teacher, "--allow", "eos,template")
+    assert result.exit_code == 0 and "allowed" in result.stdout
+    result = check_teacher(student, teacher, "--eos-map", "151643:151645")
+    assert result.exit_code == 0 and "151643 is scored as 151645" in result.stdout
+
+
+def test_command_with_the_teachers_own_prompt(tmp_path):
+    student, teacher = write(tmp_path / "s", template=CHATML), write(tmp_path / "t", template=PLAIN)
+    assert check_teacher(student, teacher).exit_code == 2
+    assert check_teacher(student, teacher, "--prompt", "own").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--allow", "everything"], "only eos, special_tokens, template can be allowed"),
+        (["--eos-map", "1=2"], "'1=2' is no pair of token ids"),
+        (["--max-prompt", "5"], "give both, or none"),
+        (["--prompt", "mine"], "must be student or own"),
+    ],
+)
+def test_command_with_a_wrong_choice(tmp_path, arguments, message):
+    result = check_teacher(write(tmp_path / "s"), write(tmp_path / "t"), *arguments)
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_command_on_hub_names(tmp_path, monkeypatch):
+    student, teacher = write(tmp_path / "s"), write(tmp_path / "t")
+    result = check_teacher(student, "nobody/no-such-model")  # the tests are offline
+    assert result.exit_code == 2 and "not in the Hugging Face cache" in result.stderr
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    asked = []
+
+    def download(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        return str(teacher)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert check_teacher(student, "someone/model").exit_code == 0
+    ((name, patterns),) = asked
+    assert name == "someone/model" and "tokenizer.json" in patterns
+    assert not [pattern for pattern in patterns if "safetensors" in pattern or "*" in pattern]
+
+    def fail(name, allow_patterns):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    result = check_teacher(student, "someone/model")
+    assert result.exit_code == 2 and "did not give its configuration and tokenizer" in result.stderr
+    assert "no network" in result.stderr and "give the folder of the model" in result.stderr
