@@ -143,7 +143,7 @@ def _checked(recipe: str, overrides: list[str] | None, warn: bool) -> DictConfig
 
 def describe(config: DictConfig) -> list[tuple[str, str]]:
     """Return the run in plain words, a label and a sentence each. The configuration has passed the checks."""
-    from distilled_rl.checks.values import runs, teachers, trainer_gpus
+    from distilled_rl.checks.values import colocated, runs, teachers, trainer_gpus
 
     actor, rollout, trainer, data = (
         config.actor_rollout_ref.actor,
@@ -152,6 +152,7 @@ def describe(config: DictConfig) -> list[tuple[str, str]]:
         config.data,
     )
     served = [node.model_path for node in teachers(config).values()]
+    beside = [f"{config.teacher.model}, {config.teacher.dtype}, beside the student"] if colocated(config) else []
     pool = config.distillation.n_gpus_per_node * config.distillation.nnodes
     updates = data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
     batch = f"{data.train_batch_size} prompts x {rollout.n} responses at temperature {rollout.temperature:g}"
@@ -160,7 +161,7 @@ def describe(config: DictConfig) -> list[tuple[str, str]]:
     return [
         *(("mode", _mode(settings)) for settings in runs(config)),
         ("student", config.actor_rollout_ref.model.path),
-        ("teacher", ", ".join(served) or "none"),
+        ("teacher", ", ".join([*served, *beside]) or "none"),
         ("data", f"{_rows(config, 'train')}; validation {_rows(config, 'val')}"),
         ("lengths", f"prompts up to {data.max_prompt_length} tokens, responses up to {data.max_response_length}"),
         ("batch", f"{batch}; {updates} update(s) of {actor.ppo_mini_batch_size} prompts"),

@@ -12,6 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from distilled_rl.methods import get_method
 
 TRAINER_MODE = "distilled_rl"
+# What the trainer and its workers call a colocated teacher: its node in `actor_rollout_ref`, and its dispatch mesh.
+COLOCATED_NODE, COLOCATED_MESH = "colocated_teacher", "teacher"
 
 
 class ConfigError(ValueError):

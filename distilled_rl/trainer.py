@@ -5,22 +5,26 @@ advantages, and writes them back. ``trainer.v1.trainer_mode=distilled_rl`` selec
 """
 
 import gc
+import itertools
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 import transfer_queue as tq
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.experimental.agent_loop import AgentLoopManager
+from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 
-from distilled_rl.config import TRAINER_MODE, DistilledRLConfig
+from distilled_rl.config import COLOCATED_MESH, COLOCATED_NODE, TRAINER_MODE, DistilledRLConfig
 from distilled_rl.diagnostics import teacher_metrics
 from distilled_rl.estimator import flat_groups
 from distilled_rl.methods import TeacherBatch, get_method
@@ -40,13 +44,28 @@ class DistilledRLTrainer(PPOTrainerSync):
         # any other value gets the asynchronous replay buffer.
         with open_dict(config):
             config.trainer.v1.trainer_mode = "sync"
+        self.colocated = OmegaConf.select(config, "teacher.source") == "colocated"
         super().__init__(config)
-        if self.method.needs_teacher and not self.use_teacher_policy:
+        if self.method.needs_teacher and not (self.use_teacher_policy or self.colocated):
             raise ValueError(
-                f"mode {self.method.name!r} needs a teacher, but distillation.enabled is false: no teacher would be started"
+                f"mode {self.method.name!r} needs a teacher, but distillation.enabled is false and teacher.source is not "
+                "colocated: no teacher would be started"
             )
         # verl/trainer/ppo/v1/replay_buffer.py:144 polls every 2 s, which dominates a short step.
         self.replay_buffer.poll_interval = self.settings.poll_interval
+
+    def _init_resource_pool_mgr(self) -> None:
+        """Give the hybrid worker a teacher when it is to be colocated."""
+        super()._init_resource_pool_mgr()
+        if not self.colocated:
+            return
+        # Imported here: the module pulls in verl's workers.
+        from distilled_rl.teacher.colocated import ColocatedTeacherWorker
+
+        with open_dict(self.config.actor_rollout_ref):
+            self.config.actor_rollout_ref[COLOCATED_NODE] = self.config.teacher
+        [role] = {Role.ActorRollout, Role.ActorRolloutRef} & self.role_worker_mapping.keys()
+        self.role_worker_mapping[role] = ray.remote(ColocatedTeacherWorker)
 
     def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
         """Fetch prompts, named by step and position instead of at random when the run is to be reproducible."""
@@ -79,12 +98,12 @@ class DistilledRLTrainer(PPOTrainerSync):
         """Compute verl's advantages, then apply the method to them, token by token, and log what it did."""
         batch = super()._compute_advantage(batch, metrics)
         batch = self._zero_flat_groups(batch, metrics)
+        teacher: dict[str, torch.Tensor] = {}
         if self.method.needs_teacher:
-            data = self._fetch(batch, ["teacher_logprobs", "teacher_ids"])
-            mask = data["response_mask"].bool()
-            teacher_log_probs = align_teacher_log_probs(
-                data["teacher_logprobs"], data["teacher_ids"], data["responses"], data["response_mask"]
-            )
+            data = self._fetch(batch, [])
+            mask: Any = data["response_mask"].bool()
+            rows = self._rows_to_score(data["advantages"], mask)
+            teacher_log_probs = self._teacher_log_probs(batch, data, rows)
             fields = TeacherBatch(
                 teacher_log_probs=teacher_log_probs,
                 old_log_probs=_same_layout(data["old_log_probs"], teacher_log_probs),
@@ -93,15 +112,88 @@ class DistilledRLTrainer(PPOTrainerSync):
             )
             advantages, method_metrics = self.method.apply(fields, self.settings.options)
             metrics.update(method_metrics)
-            metrics.update(teacher_metrics(fields.teacher_log_probs, fields.old_log_probs, fields.mask))
+            scored = _same_layout(mask, teacher_log_probs, mask.values() & _per_token(rows, mask))
+            metrics.update(teacher_metrics(fields.teacher_log_probs, fields.old_log_probs, scored))
+            metrics["teacher/scored_responses"] = rows.float().mean().item()
             batch = tq.kv_batch_put(
                 keys=batch.keys,
                 partition_id=batch.partition_id,
                 fields=TensorDict({"advantages": advantages}, batch_size=len(batch)),
             )
+            teacher = {"teacher_log_probs": teacher_log_probs}
         if self.global_steps in self.settings.dump_steps:
-            self._dump(batch)
+            self._dump(batch, teacher)
         return batch
+
+    def _rows_to_score(self, advantages: Any, mask: Any) -> torch.Tensor:
+        """Return bool [B], the responses that the teacher scores: all of them, unless a colocated teacher is asked for
+        those alone whose advantages the method lets it change."""
+        if not (self.colocated and self.config.teacher.score == "needed"):
+            return torch.ones(len(advantages.offsets()) - 1, dtype=torch.bool)
+        tokens = self.method.scores(advantages.values(), self.settings.options) & mask.values()
+        return torch.stack([row.any() for row in tokens.split(advantages.offsets().diff().tolist())])
+
+    def _teacher_log_probs(self, batch: KVBatchMeta, data: TensorDict, rows: torch.Tensor) -> torch.Tensor:
+        """Return the teacher's log-probs of the sampled tokens, float32 nested [B, j]; the student's own, a ratio of 1, in
+        the rows that are not scored."""
+        keys = [batch.keys[row] for row in rows.nonzero().flatten().tolist()]
+        old: Any = data["old_log_probs"]
+        if not keys:
+            return _same_layout(old, old, old.values().float())
+        if self.colocated:
+            self._score(batch, keys)
+        fields = ["teacher_logprobs", "teacher_ids"]
+        got = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
+        self._require(got, fields)
+        aligned: Any = align_teacher_log_probs(
+            got["teacher_logprobs"],
+            got["teacher_ids"],
+            _select(data["responses"], rows),
+            _select(data["response_mask"], rows),
+        )
+        if len(keys) == len(batch.keys):
+            return aligned
+        values = old.values().float().clone()
+        values[_per_token(rows, old)] = aligned.values()
+        return _same_layout(old, old, values)
+
+    def _score(self, batch: KVBatchMeta, keys: list[str]) -> None:
+        """Have the colocated teacher score these rows and, where its ranks need equal shares, a few more."""
+        group = self.actor_rollout_wg
+        ranks = max(group._query_dispatch_info(COLOCATED_MESH)) + 1
+        chosen = set(keys)
+        others = (key for key in batch.keys if key not in chosen)
+        # every batch is a multiple of the ranks, so there are enough
+        part = batch.select_keys([*keys, *itertools.islice(others, -len(keys) % ranks)])
+        rollout = self.config.actor_rollout_ref.rollout
+        part.extra_info = {
+            **(batch.extra_info or {}),
+            "calculate_entropy": False,
+            "compute_loss": False,
+            "temperature": rollout.temperature,
+        }
+        if not rollout.log_prob_use_dynamic_bsz:
+            share = len(part) // ranks
+            limit = min(share, rollout.log_prob_micro_batch_size_per_gpu)
+            part.extra_info["micro_batch_size_per_gpu"] = max(n for n in range(1, limit + 1) if share % n == 0)
+        group.compute_teacher_log_prob(part)
+        scored = set(part.keys)
+        lengths = {key: tag["seq_len"] for key, tag in zip(batch.keys, batch.tags, strict=True) if key not in scored}
+        if lengths:  # every row of a batch has the same fields: not-a-number where nobody may read
+            offsets = torch.tensor([0, *lengths.values()]).cumsum(0)
+            total = int(offsets[-1])
+            fields = {"teacher_logprobs": torch.full((total, 1), math.nan), "teacher_ids": torch.zeros(total, 1).int()}
+            tq.kv_batch_put(
+                keys=list(lengths),
+                partition_id=batch.partition_id,
+                fields=TensorDict(
+                    {
+                        name: torch.nested.nested_tensor_from_jagged(values, offsets=offsets)
+                        for name, values in fields.items()
+                    },
+                    batch_size=len(lengths),
+                ),
+            )
 
     def _zero_flat_groups(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """Give groups whose rewards are all equal advantages of exactly 0, and count them."""
@@ -125,15 +217,18 @@ class DistilledRLTrainer(PPOTrainerSync):
     def _fetch(self, batch: KVBatchMeta, extra: list[str]) -> TensorDict:
         fields = ["response_mask", "responses", "old_log_probs", "advantages", *extra]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        self._require(data, fields)
+        return data
+
+    def _require(self, data: TensorDict, fields: list[str]) -> None:
         missing = [field for field in fields if field not in data.keys()]
         if missing:
             raise ValueError(
-                f"step {self.global_steps}: the batch lacks {', '.join(missing)}; teacher fields come from verl's teacher server, "
-                "which must score every training response"
+                f"step {self.global_steps}: the batch lacks {', '.join(missing)}; teacher fields come from the teacher, "
+                "which must score every training response that the method needs"
             )
-        return data
 
-    def _dump(self, batch: KVBatchMeta) -> None:
+    def _dump(self, batch: KVBatchMeta, extra: dict[str, torch.Tensor]) -> None:
         """Write this step's tensors, from prompts to final advantages, as lists of unpadded rows."""
         fields = [
             "prompts",
@@ -144,15 +239,32 @@ class DistilledRLTrainer(PPOTrainerSync):
             "advantages",
             "rollout_log_probs",
         ]
-        if self.method.needs_teacher:
-            fields += ["teacher_logprobs", "teacher_ids"]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
         rows = {field: list(data[field].unbind()) for field in fields if field in data.keys()}
+        rows |= {field: list(tensor.unbind()) for field, tensor in extra.items()}
         directory = Path(str(self.settings.dump_dir))
         directory.mkdir(parents=True, exist_ok=True)
         torch.save(
             {"step": self.global_steps, "keys": list(batch.keys), **rows}, directory / f"step_{self.global_steps}.pt"
         )
+
+
+def _per_token(rows: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return ``rows`` [B], one value per response, as [N], one per token of the nested tensor ``like``."""
+    return torch.repeat_interleave(rows, like.offsets().diff())
+
+
+def _select(tensor: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a nested [B, j] tensor for which ``rows``, bool [B], is True."""
+    if rows.all():
+        return tensor
+    lengths = tensor.offsets().diff()[rows]
+    return torch.nested.nested_tensor_from_jagged(
+        tensor.values()[_per_token(rows, tensor)],
+        offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+        min_seqlen=int(lengths.min()),
+        max_seqlen=int(lengths.max()),
+    )
 
 
 def _row_order(key: str) -> tuple[str, int, int]:

@@ -21,6 +21,9 @@ from distilled_rl.methods import get_method
 
 ESTIMATORS = ("grpo", "distilled_rl")
 AGENT_LOOPS = "distilled_rl.rollout.DistilledRLAgentLoopManager"
+SOURCES = ("server", "colocated", "none")
+DTYPES = ("fp32", "bf16")
+SCORED = ("needed", "all")
 # What keeps verl's own distillation loss out of the update.
 NO_DISTILLATION_LOSS = {"loss_mode": "none", "use_task_rewards": True, "use_policy_gradient": False}
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -63,7 +66,13 @@ def teacher(config: DictConfig) -> Iterator[str]:
     """A mode that needs a teacher has one, no other mode pays for one, and it acts through the advantages only."""
     settings = runs(config)
     asking = [run.mode for run in settings if run.needs_teacher]
-    if not get(config, "distillation.enabled"):
+    source, served = get(config, "teacher.source"), get(config, "distillation.enabled")
+    if source not in (None, *SOURCES):
+        yield f"teacher.source is {source!r}: must be one of {', '.join(SOURCES)}"
+        return
+    if source == "colocated":
+        yield from _colocated_teacher(config)
+    elif not served:
         if asking:
             yield (
                 f"mode {asking[0]!r} needs a teacher, but distillation.enabled is false (teacher.enabled in the "
@@ -71,14 +80,15 @@ def teacher(config: DictConfig) -> Iterator[str]:
             )
         return
     if not asking:
+        what = "teacher.source is colocated" if source == "colocated" else "distillation.enabled is true"
         yield (
-            f"mode {settings[0].mode!r} uses no teacher, but distillation.enabled is true: a teacher would be loaded "
+            f"mode {settings[0].mode!r} uses no teacher, but {what}: a teacher would be loaded "
             "and score every response for nothing; add teacher=none"
         )
     for key in teachers(config):
         if get(config, f"{key}.model_path") is None:
             yield f"{key}.model_path is null: set teacher.model=PATH"
-    for name, value in NO_DISTILLATION_LOSS.items():
+    for name, value in NO_DISTILLATION_LOSS.items() if served else ():
         key = f"distillation.distillation_loss.{name}"
         if get(config, key) != value:
             yield (
@@ -90,6 +100,20 @@ def teacher(config: DictConfig) -> Iterator[str]:
             "algorithm.rollout_correction.bypass_mode is true: verl then skips the old log-probs, which the teacher's "
             "ratio is taken against; set it to false"
         )
+
+
+def _colocated_teacher(config: DictConfig) -> Iterator[str]:
+    """The teacher's own settings are valid, and no second teacher is served beside it."""
+    if get(config, "distillation.enabled"):
+        yield "teacher.source is colocated, but distillation.enabled is true: two teachers; set teacher.enabled=false"
+    if OmegaConf.select(config, "teacher.model", throw_on_missing=True) is None:
+        yield "teacher.model is null: set teacher.model=PATH"
+    for key, known in {"teacher.dtype": DTYPES, "teacher.score": SCORED}.items():
+        if get(config, key) not in known:
+            yield f"{key} is {get(config, key)!r}: must be one of {', '.join(known)}"
+    strategy = get(config, f"{ACTOR}.strategy")
+    if strategy not in ("fsdp", "fsdp2"):
+        yield f"{ACTOR}.strategy is {strategy!r}: a colocated teacher needs fsdp or fsdp2; use a served one"
 
 
 def sampling(config: DictConfig) -> Iterator[str]:

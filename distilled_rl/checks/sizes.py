@@ -10,6 +10,7 @@ from distilled_rl.checks.values import (
     MODEL,
     REF,
     ROLLOUT,
+    colocated,
     get,
     models,
     sequence_parallel,
@@ -28,6 +29,13 @@ def lengths(config: DictConfig) -> Iterator[str]:
     for key in teachers(config):  # verl/workers/config/distillation.py:166: a teacher server also generates one token
         limit, model = f"{key}.inference.max_model_len", f"{key}.model_path"
         yield from _server_lengths(config, limit, model, prompt + response + 1, f"{longest} + 1 generated token")
+    if colocated(config):
+        positions = _positions(next((model.path for model in models(config) if model.key == "teacher.model"), None))
+        if positions is not None and prompt + response > positions:
+            yield (
+                f"teacher.model: max_position_embeddings is {positions}, but {longest} = {prompt + response}: shorten the "
+                "lengths, or use another teacher"
+            )
     if get(config, f"{ACTOR}.use_dynamic_bsz"):
         for key in (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"):
             budget = whole(config, key) * sequence_parallel(config)
