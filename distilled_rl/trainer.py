@@ -27,8 +27,8 @@ from verl.utils import tensordict_utils as tu
 from distilled_rl.config import COLOCATED_MESH, COLOCATED_NODE, TRAINER_MODE, DistilledRLConfig
 from distilled_rl.diagnostics import teacher_metrics
 from distilled_rl.estimator import flat_groups
-from distilled_rl.methods import TeacherBatch, get_method
-from distilled_rl.teacher.server import align_teacher_log_probs
+from distilled_rl.methods import TeacherBatch, every_token, get_method
+from distilled_rl.teacher.server import ServedTeacher, align_teacher_log_probs
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class DistilledRLTrainer(PPOTrainerSync):
         # any other value gets the asynchronous replay buffer.
         with open_dict(config):
             config.trainer.v1.trainer_mode = "sync"
+        self._served_teacher: ServedTeacher | None = None
         self.colocated = OmegaConf.select(config, "teacher.source") == "colocated"
         super().__init__(config)
         if self.method.needs_teacher and not (self.use_teacher_policy or self.colocated):
@@ -81,7 +82,7 @@ class DistilledRLTrainer(PPOTrainerSync):
         from distilled_rl.rollout import SEED_KEY, TEACHER_KEY, DistilledRLAgentLoopManager
 
         if isinstance(agent_loop_manager, DistilledRLAgentLoopManager):
-            agent_loop_manager.marks = {TEACHER_KEY: self.method.needs_teacher}
+            agent_loop_manager.marks = {TEACHER_KEY: self.method.needs_teacher and not self.selective}
             if self.settings.reproducible:
                 agent_loop_manager.marks[SEED_KEY] = self.settings.seed
         gc.collect()
@@ -125,10 +126,15 @@ class DistilledRLTrainer(PPOTrainerSync):
             self._dump(batch, teacher)
         return batch
 
+    @property
+    def selective(self) -> bool:
+        """Whether only those responses are scored, after the advantages are known, that the method lets the teacher change."""
+        needed = OmegaConf.select(self.config, "teacher.score") == "needed"
+        return needed and self.method.needs_teacher and self.method.scores is not every_token
+
     def _rows_to_score(self, advantages: Any, mask: Any) -> torch.Tensor:
-        """Return bool [B], the responses that the teacher scores: all of them, unless a colocated teacher is asked for
-        those alone whose advantages the method lets it change."""
-        if not (self.colocated and self.config.teacher.score == "needed"):
+        """Return bool [B], the responses that the teacher scores."""
+        if not self.selective:
             return torch.ones(len(advantages.offsets()) - 1, dtype=torch.bool)
         tokens = self.method.scores(advantages.values(), self.settings.options) & mask.values()
         return torch.stack([row.any() for row in tokens.split(advantages.offsets().diff().tolist())])
@@ -141,10 +147,13 @@ class DistilledRLTrainer(PPOTrainerSync):
         if not keys:
             return _same_layout(old, old, old.values().float())
         if self.colocated:
-            self._score(batch, keys)
-        fields = ["teacher_logprobs", "teacher_ids"]
-        got = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
-        self._require(got, fields)
+            self._score_colocated(batch, keys)
+        if self.selective and not self.colocated:
+            got = self._score_served(batch, keys)
+        else:
+            fields = ["teacher_logprobs", "teacher_ids"]
+            got = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
+            self._require(got, fields)
         aligned: Any = align_teacher_log_probs(
             got["teacher_logprobs"],
             got["teacher_ids"],
@@ -157,7 +166,23 @@ class DistilledRLTrainer(PPOTrainerSync):
         values[_per_token(rows, old)] = aligned.values()
         return _same_layout(old, old, values)
 
-    def _score(self, batch: KVBatchMeta, keys: list[str]) -> None:
+    def _score_served(self, batch: KVBatchMeta, keys: list[str]) -> TensorDict:
+        """Have the teacher servers score these rows."""
+        if self._served_teacher is None:
+            from distilled_rl.rollout import one_server_clients
+
+            clients = one_server_clients(self.config, self.get_teacher_client() or {})
+            self._served_teacher = ServedTeacher(self.config, clients)
+        fields, several = ["input_ids"], len(self.config.distillation.teacher_models) > 1
+        route = self.config.distillation.teacher_key
+        data = tq.kv_batch_get(
+            keys=keys, partition_id=batch.partition_id, select_fields=[*fields, route] if several else fields
+        )
+        self._require(data, fields)
+        routes = list(data[route]) if several and route in data.keys() else [None] * len(keys)
+        return self._served_teacher.score(data["input_ids"].unbind(), routes)
+
+    def _score_colocated(self, batch: KVBatchMeta, keys: list[str]) -> None:
         """Have the colocated teacher score these rows and, where its ranks need equal shares, a few more."""
         group = self.actor_rollout_wg
         ranks = max(group._query_dispatch_info(COLOCATED_MESH)) + 1

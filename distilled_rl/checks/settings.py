@@ -70,6 +70,9 @@ def teacher(config: DictConfig) -> Iterator[str]:
     if source not in (None, *SOURCES):
         yield f"teacher.source is {source!r}: must be one of {', '.join(SOURCES)}"
         return
+    score = get(config, "teacher.score")
+    if score not in (None, *SCORED):
+        yield f"teacher.score is {score!r}: must be one of {', '.join(SCORED)}"
     if source == "colocated":
         yield from _colocated_teacher(config)
     elif not served:
@@ -108,9 +111,8 @@ def _colocated_teacher(config: DictConfig) -> Iterator[str]:
         yield "teacher.source is colocated, but distillation.enabled is true: two teachers; set teacher.enabled=false"
     if OmegaConf.select(config, "teacher.model", throw_on_missing=True) is None:
         yield "teacher.model is null: set teacher.model=PATH"
-    for key, known in {"teacher.dtype": DTYPES, "teacher.score": SCORED}.items():
-        if get(config, key) not in known:
-            yield f"{key} is {get(config, key)!r}: must be one of {', '.join(known)}"
+    if (dtype := get(config, "teacher.dtype")) not in DTYPES:
+        yield f"teacher.dtype is {dtype!r}: must be one of {', '.join(DTYPES)}"
     strategy = get(config, f"{ACTOR}.strategy")
     if strategy not in ("fsdp", "fsdp2"):
         yield f"{ACTOR}.strategy is {strategy!r}: a colocated teacher needs fsdp or fsdp2; use a served one"

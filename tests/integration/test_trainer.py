@@ -136,7 +136,7 @@ def run_advantage(
     trainer.settings = DistilledRLConfig.from_dict(node)
     trainer.method = get_method(trainer.settings.mode)
     trainer.global_steps, trainer.colocated = 1, False
-    trainer.config = OmegaConf.create({"algorithm": {"use_kl_in_reward": False}})
+    trainer.config = OmegaConf.create({"algorithm": {"use_kl_in_reward": False}, "teacher": {"score": "all"}})
     keys = keys or [f"uid{row}_0_0" for row in range(fields["advantages"].size(0))]
     metrics: dict[str, float] = {}
     batch = Batch(keys=keys, partition_id="train", tags=[{} for _ in keys])

@@ -1,4 +1,4 @@
-"""The colocated teacher without Ray: which rows it is asked for, what it writes, and how its engine is configured."""
+"""Teachers without Ray: which rows they are asked for, what a colocated one writes, and how its engine is configured."""
 
 from typing import Any
 
@@ -59,6 +59,26 @@ class CountingTeacher:
             self.queue.rows[key].update(self.known[key])
 
 
+class CountingServer:
+    """A served teacher with the same scores: it is given token ids, not row names."""
+
+    def __init__(self, fields: dict[str, torch.Tensor], sequences: list[torch.Tensor]) -> None:
+        self.known = {
+            tuple(sequence.tolist()): [fields[name].unbind()[row] for name in TEACHER_FIELDS]
+            for row, sequence in enumerate(sequences)
+        }
+        self.asked: list[tuple[int, ...]] = []
+
+    def score(self, sequences: list[torch.Tensor], routes: list[Any]) -> TensorDict:
+        assert routes == [None] * len(sequences)
+        self.asked += [tuple(sequence.tolist()) for sequence in sequences]
+        rows = [self.known[tuple(sequence.tolist())] for sequence in sequences]
+        return TensorDict(
+            {name: nested([row[number] for row in rows]) for number, name in enumerate(TEACHER_FIELDS)},
+            batch_size=len(sequences),
+        )
+
+
 def run(
     monkeypatch: pytest.MonkeyPatch,
     node: dict[str, Any],
@@ -66,7 +86,8 @@ def run(
     ranks: int = 1,
     score: str = "needed",
     dynamic: bool = False,
-) -> tuple[torch.Tensor, CountingTeacher, dict, list[str]]:
+    served: bool = False,
+) -> tuple[torch.Tensor, Any, dict, list[str]]:
     """Return final advantages [N], the teacher, the metrics, and the rows' names, for advantages of these signs."""
     from transfer_queue import KVBatchMeta
     from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -79,13 +100,19 @@ def run(
     fields["advantages"] = nested([torch.full((n,), sign) for n, sign in zip(RESPONSES, signs, strict=True)])
     keys = [f"uid{row}_0_0" for row in range(len(RESPONSES))]
     queue = KeyedQueue(keys, {name: field for name, field in fields.items() if name not in TEACHER_FIELDS})
-    teacher = CountingTeacher(queue, keys, fields, ranks)
+    sequences = [torch.arange(p + n) + 100 * row + 7 for row, (p, n) in enumerate(zip(PROMPTS, RESPONSES, strict=True))]
+    teacher: Any = CountingServer(fields, sequences) if served else CountingTeacher(queue, keys, fields, ranks)
+    for row, key in enumerate(keys):
+        queue.rows[key]["input_ids"] = sequences[row]
+        if served and score == "all":  # the agent loops have asked
+            queue.rows[key] |= {name: fields[name].unbind()[row] for name in TEACHER_FIELDS}
     monkeypatch.setattr(module, "tq", queue)
     monkeypatch.setattr(PPOTrainerSync, "_compute_advantage", lambda self, batch, metrics: batch)
     trainer = object.__new__(module.DistilledRLTrainer)
     trainer.settings = DistilledRLConfig.from_dict(node)
     trainer.method = get_method(trainer.settings.mode)
-    trainer.global_steps, trainer.colocated, trainer.actor_rollout_wg = 1, True, teacher
+    trainer.global_steps, trainer.colocated, trainer.actor_rollout_wg = 1, not served, teacher
+    trainer._served_teacher = teacher if served else None
     rollout = {
         "temperature": 0.6,
         "log_prob_use_dynamic_bsz": dynamic,
@@ -96,6 +123,7 @@ def run(
             "algorithm": {"use_kl_in_reward": True},
             "teacher": {"score": score},
             "actor_rollout_ref": {"rollout": rollout},
+            "distillation": {"teacher_models": {"teacher_model": {}}, "teacher_key": "data_source"},
         }
     )
     tags = [{"seq_len": prompt + response} for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
@@ -130,6 +158,51 @@ def test_exactly_the_needed_rows_are_scored_and_nothing_changes(
     everything, teacher, _, _ = run(monkeypatch, node, SIGNS, ranks, score="all")
     assert len(teacher.calls[0]) == 8
     assert torch.equal(selective, everything)
+
+
+@pytest.mark.parametrize(
+    ("node", "needed"),
+    [({"mode": "distilled_rl"}, [0, 2, 5]), ({"mode": "distilled_rl", "apply_to": "negative"}, [1, 4, 6])],
+)
+def test_servers_are_asked_for_exactly_the_needed_rows(
+    verl_on_cpu: None, monkeypatch: pytest.MonkeyPatch, node: dict, needed: list[int]
+) -> None:
+    selective, teacher, metrics, _ = run(monkeypatch, node, SIGNS, served=True)
+    assert [sequence[0] for sequence in teacher.asked] == [100 * row + 7 for row in needed]
+    assert metrics["teacher/scored_responses"] == len(needed) / 8
+    everything, teacher, metrics, _ = run(monkeypatch, node, SIGNS, served=True, score="all")
+    assert teacher.asked == [] and metrics["teacher/scored_responses"] == 1
+    assert torch.equal(selective, everything)
+
+
+def test_a_method_that_uses_every_row_leaves_the_asking_to_the_agent_loops(
+    verl_on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from distilled_rl import trainer as module
+    from distilled_rl.methods import get_method
+
+    trainer = object.__new__(module.DistilledRLTrainer)
+    trainer.config = OmegaConf.create({"teacher": {"score": "needed"}})
+    for mode, selective in (("grpo", False), ("opd", False), ("opd_rl", False), ("distilled_rl", True)):
+        trainer.method = get_method(mode)
+        assert trainer.selective == selective
+
+
+def test_a_server_that_fails_is_named(verl_on_cpu: None) -> None:
+    from types import SimpleNamespace
+
+    from distilled_rl.teacher.server import ServedTeacher
+
+    async def fail(**_: Any) -> None:
+        raise ConnectionError("HTTP 500")
+
+    teacher = object.__new__(ServedTeacher)
+    teacher._manager = SimpleNamespace(  # type: ignore[assignment]
+        compute_teacher_logprobs_single=fail,
+        teacher_model_configs={"teacher_model": SimpleNamespace(model_path="org/teacher")},
+    )
+    with pytest.raises(RuntimeError, match="the teacher server of org/teacher failed: HTTP 500"):
+        teacher.score([torch.tensor([1, 2])], [None])
 
 
 def test_a_batch_without_a_needed_row_asks_nobody(verl_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
