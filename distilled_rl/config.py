@@ -16,6 +16,10 @@ TRAINER_MODE = "distilled_rl"
 COLOCATED_NODE, COLOCATED_MESH = "colocated_teacher", "teacher"
 
 
+# Which responses the teacher scores.
+SCORED = ("needed", "all")
+
+
 class ConfigError(ValueError):
     """A setting that cannot work; the message says what is wrong, where, and what to do."""
 
@@ -26,6 +30,7 @@ class DistilledRLConfig:
 
     ``mode``: the method, a module of :mod:`distilled_rl.methods`. ``options``: that method's own options, written flat in the
     node. ``poll_interval``: seconds between two looks of the replay buffer for finished responses (verl: 2.0).
+    ``score``: which responses the teacher scores, "needed" (those that the method can use) or "all".
     ``reproducible``: fix the sampling seed of every response and the row order, so that one seed gives one run.
     ``seed``: the seed of those. ``dump_steps``: steps whose tensors are written to ``dump_dir`` for offline checks.
     """
@@ -33,6 +38,7 @@ class DistilledRLConfig:
     mode: str
     options: Any
     poll_interval: float = 0.05
+    score: str = "needed"
     reproducible: bool = False
     seed: int = 1
     dump_dir: str | None = None
@@ -79,6 +85,8 @@ class DistilledRLConfig:
             raise ConfigError(str(error)) from None
         if not result.poll_interval > 0:
             raise ConfigError(f"distilled_rl.poll_interval is {result.poll_interval}: must be a number of seconds > 0")
+        if result.score not in SCORED:
+            raise ConfigError(f"distilled_rl.score is {result.score!r}: must be one of {', '.join(SCORED)}")
         if result.dump_steps and not result.dump_dir:
             raise ConfigError(
                 "distilled_rl.dump_steps is set but distilled_rl.dump_dir is not: say where to write them"

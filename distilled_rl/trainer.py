@@ -129,8 +129,8 @@ class DistilledRLTrainer(PPOTrainerSync):
     @property
     def selective(self) -> bool:
         """Whether only those responses are scored, after the advantages are known, that the method lets the teacher change."""
-        needed = OmegaConf.select(self.config, "teacher.score") == "needed"
-        return needed and self.method.needs_teacher and self.method.scores is not every_token
+        method = self.method
+        return self.settings.score == "needed" and method.needs_teacher and method.scores is not every_token
 
     def _rows_to_score(self, advantages: Any, mask: Any) -> torch.Tensor:
         """Return bool [B], the responses that the teacher scores."""

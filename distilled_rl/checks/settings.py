@@ -23,7 +23,6 @@ ESTIMATORS = ("grpo", "distilled_rl")
 AGENT_LOOPS = "distilled_rl.rollout.DistilledRLAgentLoopManager"
 SOURCES = ("server", "colocated", "none")
 DTYPES = ("fp32", "bf16")
-SCORED = ("needed", "all")
 # What keeps verl's own distillation loss out of the update.
 NO_DISTILLATION_LOSS = {"loss_mode": "none", "use_task_rewards": True, "use_policy_gradient": False}
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -70,9 +69,6 @@ def teacher(config: DictConfig) -> Iterator[str]:
     if source not in (None, *SOURCES):
         yield f"teacher.source is {source!r}: must be one of {', '.join(SOURCES)}"
         return
-    score = get(config, "teacher.score")
-    if score not in (None, *SCORED):
-        yield f"teacher.score is {score!r}: must be one of {', '.join(SCORED)}"
     if source == "colocated":
         yield from _colocated_teacher(config)
     elif not served:

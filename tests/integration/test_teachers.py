@@ -109,7 +109,7 @@ def run(
     monkeypatch.setattr(module, "tq", queue)
     monkeypatch.setattr(PPOTrainerSync, "_compute_advantage", lambda self, batch, metrics: batch)
     trainer = object.__new__(module.DistilledRLTrainer)
-    trainer.settings = DistilledRLConfig.from_dict(node)
+    trainer.settings = DistilledRLConfig.from_dict({"score": score, **node})
     trainer.method = get_method(trainer.settings.mode)
     trainer.global_steps, trainer.colocated, trainer.actor_rollout_wg = 1, not served, teacher
     trainer._served_teacher = teacher if served else None
@@ -121,7 +121,6 @@ def run(
     trainer.config = OmegaConf.create(
         {
             "algorithm": {"use_kl_in_reward": True},
-            "teacher": {"score": score},
             "actor_rollout_ref": {"rollout": rollout},
             "distillation": {"teacher_models": {"teacher_model": {}}, "teacher_key": "data_source"},
         }
@@ -179,12 +178,12 @@ def test_a_method_that_uses_every_row_leaves_the_asking_to_the_agent_loops(
     verl_on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from distilled_rl import trainer as module
+    from distilled_rl.config import DistilledRLConfig
     from distilled_rl.methods import get_method
 
     trainer = object.__new__(module.DistilledRLTrainer)
-    trainer.config = OmegaConf.create({"teacher": {"score": "needed"}})
     for mode, selective in (("grpo", False), ("opd", False), ("opd_rl", False), ("distilled_rl", True)):
-        trainer.method = get_method(mode)
+        trainer.method, trainer.settings = get_method(mode), DistilledRLConfig.from_dict({"mode": mode})
         assert trainer.selective == selective
 
 

@@ -133,10 +133,10 @@ def run_advantage(
     monkeypatch.setattr(module, "tq", queue)
     monkeypatch.setattr(PPOTrainerSync, "_compute_advantage", lambda self, batch, metrics: batch)
     trainer = object.__new__(module.DistilledRLTrainer)
-    trainer.settings = DistilledRLConfig.from_dict(node)
+    trainer.settings = DistilledRLConfig.from_dict({"score": "all", **node})
     trainer.method = get_method(trainer.settings.mode)
     trainer.global_steps, trainer.colocated = 1, False
-    trainer.config = OmegaConf.create({"algorithm": {"use_kl_in_reward": False}, "teacher": {"score": "all"}})
+    trainer.config = OmegaConf.create({"algorithm": {"use_kl_in_reward": False}})
     keys = keys or [f"uid{row}_0_0" for row in range(fields["advantages"].size(0))]
     metrics: dict[str, float] = {}
     batch = Batch(keys=keys, partition_id="train", tags=[{} for _ in keys])

@@ -243,7 +243,7 @@ def test_a_colocated_teacher_is_a_teacher(make_run):
     [
         ({"teacher.enabled": True}, ["teacher.source is colocated", "two teachers", "teacher.enabled=false"]),
         ({"teacher.dtype": "int8"}, ["teacher.dtype is 'int8'", "fp32, bf16"]),
-        ({"teacher.score": "some"}, ["teacher.score is 'some'", "needed, all"]),
+        ({"distilled_rl.score": "some"}, ["distilled_rl.score is 'some'", "needed, all"]),
         ({"teacher.source": "somewhere"}, ["teacher.source is 'somewhere'", "server, colocated, none"]),
         ({"teacher.model": None}, ["teacher.model is null", "set teacher.model=PATH"]),
         ({"teacher.model": "/nowhere/teacher"}, ["teacher.model: /nowhere/teacher does not exist"]),
