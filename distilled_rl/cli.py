@@ -143,7 +143,7 @@ def _checked(recipe: str, overrides: list[str] | None, warn: bool) -> DictConfig
 
 def describe(config: DictConfig) -> list[tuple[str, str]]:
     """Return the run in plain words, a label and a sentence each. The configuration has passed the checks."""
-    from distilled_rl.checks.values import colocated, runs, teachers, trainer_gpus
+    from distilled_rl.checks.values import get, runs, teachers, trainer_gpus
 
     actor, rollout, trainer, data = (
         config.actor_rollout_ref.actor,
@@ -152,7 +152,10 @@ def describe(config: DictConfig) -> list[tuple[str, str]]:
         config.data,
     )
     served = [node.model_path for node in teachers(config).values()]
-    beside = [f"{config.teacher.model}, {config.teacher.dtype}, beside the student"] if colocated(config) else []
+    if get(config, "teacher.source") == "colocated":
+        served = [f"{config.teacher.model}, {config.teacher.dtype}, beside the student"]
+    elif get(config, "teacher.source") == "temperature":
+        served = [f"the student at temperature {config.teacher.temperature:g}"]
     pool = config.distillation.n_gpus_per_node * config.distillation.nnodes
     updates = data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
     batch = f"{data.train_batch_size} prompts x {rollout.n} responses at temperature {rollout.temperature:g}"
@@ -161,7 +164,7 @@ def describe(config: DictConfig) -> list[tuple[str, str]]:
     return [
         *(("mode", _mode(settings)) for settings in runs(config)),
         ("student", config.actor_rollout_ref.model.path),
-        ("teacher", ", ".join([*served, *beside]) or "none"),
+        ("teacher", ", ".join(served) or "none"),
         ("data", f"{_rows(config, 'train')}; validation {_rows(config, 'val')}"),
         ("lengths", f"prompts up to {data.max_prompt_length} tokens, responses up to {data.max_response_length}"),
         ("batch", f"{batch}; {updates} update(s) of {actor.ppo_mini_batch_size} prompts"),
@@ -170,7 +173,7 @@ def describe(config: DictConfig) -> list[tuple[str, str]]:
         ("loss", f"{actor.loss_agg_mode}, clip {actor.clip_ratio_low:g}/{actor.clip_ratio_high:g}, {dual_clip}"),
         (
             "device",
-            f"{trainer.device}: {trainer_gpus(config)} to train" + (f", {pool} for the teacher" if served else ""),
+            f"{trainer.device}: {trainer_gpus(config)} to train" + (f", {pool} for the teacher" if pool else ""),
         ),
         ("output", config.run.dir),
     ]

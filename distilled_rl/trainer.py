@@ -23,6 +23,7 @@ from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
+from verl.workers.utils.padding import response_from_nested
 
 from distilled_rl.config import COLOCATED_MESH, COLOCATED_NODE, TRAINER_MODE, DistilledRLConfig
 from distilled_rl.diagnostics import teacher_metrics
@@ -45,12 +46,14 @@ class DistilledRLTrainer(PPOTrainerSync):
         with open_dict(config):
             config.trainer.v1.trainer_mode = "sync"
         self._served_teacher: ServedTeacher | None = None
-        self.colocated = OmegaConf.select(config, "teacher.source") == "colocated"
+        self.teacher_source: str = OmegaConf.select(config, "teacher.source") or "server"
         super().__init__(config)
-        if self.method.needs_teacher and not (self.use_teacher_policy or self.colocated):
+        if self.method.needs_teacher and not (
+            self.use_teacher_policy or self.teacher_source in ("colocated", "temperature")
+        ):
             raise ValueError(
-                f"mode {self.method.name!r} needs a teacher, but distillation.enabled is false and teacher.source is not "
-                "colocated: no teacher would be started"
+                f"mode {self.method.name!r} needs a teacher, but distillation.enabled is false and teacher.source is "
+                f"{self.teacher_source}: no teacher would be started"
             )
         # verl/trainer/ppo/v1/replay_buffer.py:144 polls every 2 s, which dominates a short step.
         self.replay_buffer.poll_interval = self.settings.poll_interval
@@ -58,7 +61,7 @@ class DistilledRLTrainer(PPOTrainerSync):
     def _init_resource_pool_mgr(self) -> None:
         """Give the hybrid worker a teacher when it is to be colocated."""
         super()._init_resource_pool_mgr()
-        if not self.colocated:
+        if self.teacher_source != "colocated":
             return
         # Imported here: the module pulls in verl's workers.
         from distilled_rl.teacher.colocated import ColocatedTeacherWorker
@@ -146,25 +149,42 @@ class DistilledRLTrainer(PPOTrainerSync):
         old: Any = data["old_log_probs"]
         if not keys:
             return _same_layout(old, old, old.values().float())
-        if self.colocated:
-            self._score_colocated(batch, keys)
-        if self.selective and not self.colocated:
-            got = self._score_served(batch, keys)
+        if self.teacher_source == "temperature":
+            aligned: Any = self._score_by_student(batch, keys, _select(data["response_mask"], rows))
         else:
-            fields = ["teacher_logprobs", "teacher_ids"]
-            got = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
-            self._require(got, fields)
-        aligned: Any = align_teacher_log_probs(
-            got["teacher_logprobs"],
-            got["teacher_ids"],
-            _select(data["responses"], rows),
-            _select(data["response_mask"], rows),
-        )
+            aligned = self._score_by_teacher(batch, keys, data, rows)
         if len(keys) == len(batch.keys):
             return aligned
         values = old.values().float().clone()
         values[_per_token(rows, old)] = aligned.values()
         return _same_layout(old, old, values)
+
+    def _score_by_student(self, batch: KVBatchMeta, keys: list[str], mask: torch.Tensor) -> torch.Tensor:
+        """Have the actor score these rows once more, at the teacher's temperature."""
+        part = self._part(batch, keys, "actor", self.config.teacher.temperature)
+        self.actor_rollout_wg.compute_log_prob(part)
+        got = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["log_probs"])
+        self._require(got, ["log_probs"])
+        return response_from_nested(got["log_probs"], mask).float()
+
+    def _score_by_teacher(
+        self, batch: KVBatchMeta, keys: list[str], data: TensorDict, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the aligned scores of these rows, asking the teacher where the agent loops have not."""
+        if self.teacher_source == "colocated":
+            self._score_colocated(batch, keys)
+        if self.selective and self.teacher_source == "server":
+            got = self._score_served(batch, keys)
+        else:
+            fields = ["teacher_logprobs", "teacher_ids"]
+            got = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
+            self._require(got, fields)
+        return align_teacher_log_probs(
+            got["teacher_logprobs"],
+            got["teacher_ids"],
+            _select(data["responses"], rows),
+            _select(data["response_mask"], rows),
+        )
 
     def _score_served(self, batch: KVBatchMeta, keys: list[str]) -> TensorDict:
         """Have the teacher servers score these rows."""
@@ -183,25 +203,9 @@ class DistilledRLTrainer(PPOTrainerSync):
         return self._served_teacher.score(data["input_ids"].unbind(), routes)
 
     def _score_colocated(self, batch: KVBatchMeta, keys: list[str]) -> None:
-        """Have the colocated teacher score these rows and, where its ranks need equal shares, a few more."""
-        group = self.actor_rollout_wg
-        ranks = max(group._query_dispatch_info(COLOCATED_MESH)) + 1
-        chosen = set(keys)
-        others = (key for key in batch.keys if key not in chosen)
-        # every batch is a multiple of the ranks, so there are enough
-        part = batch.select_keys([*keys, *itertools.islice(others, -len(keys) % ranks)])
-        rollout = self.config.actor_rollout_ref.rollout
-        part.extra_info = {
-            **(batch.extra_info or {}),
-            "calculate_entropy": False,
-            "compute_loss": False,
-            "temperature": rollout.temperature,
-        }
-        if not rollout.log_prob_use_dynamic_bsz:
-            share = len(part) // ranks
-            limit = min(share, rollout.log_prob_micro_batch_size_per_gpu)
-            part.extra_info["micro_batch_size_per_gpu"] = max(n for n in range(1, limit + 1) if share % n == 0)
-        group.compute_teacher_log_prob(part)
+        """Have the colocated teacher score these rows; the others get fields without a number."""
+        part = self._part(batch, keys, COLOCATED_MESH, self.config.actor_rollout_ref.rollout.temperature)
+        self.actor_rollout_wg.compute_teacher_log_prob(part)
         scored = set(part.keys)
         lengths = {key: tag["seq_len"] for key, tag in zip(batch.keys, batch.tags, strict=True) if key not in scored}
         if lengths:  # every row of a batch has the same fields: not-a-number where nobody may read
@@ -238,6 +242,27 @@ class DistilledRLTrainer(PPOTrainerSync):
             partition_id=batch.partition_id,
             fields=TensorDict({"advantages": zeroed}, batch_size=len(batch)),
         )
+
+    def _part(self, batch: KVBatchMeta, keys: list[str], mesh: str, temperature: float) -> KVBatchMeta:
+        """Return these rows and, where the ranks of ``mesh`` need equal shares, a few more, with what an engine is told."""
+        group = self.actor_rollout_wg
+        ranks = max(group._query_dispatch_info(mesh)) + 1
+        chosen = set(keys)
+        others = (key for key in batch.keys if key not in chosen)
+        # every batch is a multiple of the ranks, so there are enough
+        part = batch.select_keys([*keys, *itertools.islice(others, -len(keys) % ranks)])
+        rollout = self.config.actor_rollout_ref.rollout
+        part.extra_info = {
+            **(batch.extra_info or {}),
+            "calculate_entropy": False,
+            "compute_loss": False,
+            "temperature": temperature,
+        }
+        if not rollout.log_prob_use_dynamic_bsz:
+            share = len(part) // ranks
+            limit = min(share, rollout.log_prob_micro_batch_size_per_gpu)
+            part.extra_info["micro_batch_size_per_gpu"] = max(n for n in range(1, limit + 1) if share % n == 0)
+        return part
 
     def _fetch(self, batch: KVBatchMeta, extra: list[str]) -> TensorDict:
         fields = ["response_mask", "responses", "old_log_probs", "advantages", *extra]

@@ -21,7 +21,7 @@ from distilled_rl.methods import get_method
 
 ESTIMATORS = ("grpo", "distilled_rl")
 AGENT_LOOPS = "distilled_rl.rollout.DistilledRLAgentLoopManager"
-SOURCES = ("server", "colocated", "none")
+SOURCES = ("server", "colocated", "temperature", "none")
 DTYPES = ("fp32", "bf16")
 # What keeps verl's own distillation loss out of the update.
 NO_DISTILLATION_LOSS = {"loss_mode": "none", "use_task_rewards": True, "use_policy_gradient": False}
@@ -69,8 +69,10 @@ def teacher(config: DictConfig) -> Iterator[str]:
     if source not in (None, *SOURCES):
         yield f"teacher.source is {source!r}: must be one of {', '.join(SOURCES)}"
         return
-    if source == "colocated":
-        yield from _colocated_teacher(config)
+    if source in ("colocated", "temperature"):
+        if served:
+            yield f"teacher.source is {source}, but distillation.enabled is true: two teachers; set teacher.enabled=false"
+        yield from _colocated_teacher(config) if source == "colocated" else _temperature_teacher(config)
     elif not served:
         if asking:
             yield (
@@ -79,7 +81,7 @@ def teacher(config: DictConfig) -> Iterator[str]:
             )
         return
     if not asking:
-        what = "teacher.source is colocated" if source == "colocated" else "distillation.enabled is true"
+        what = "distillation.enabled is true" if served else f"teacher.source is {source}"
         yield (
             f"mode {settings[0].mode!r} uses no teacher, but {what}: a teacher would be loaded "
             "and score every response for nothing; add teacher=none"
@@ -101,10 +103,20 @@ def teacher(config: DictConfig) -> Iterator[str]:
         )
 
 
+def _temperature_teacher(config: DictConfig) -> Iterator[str]:
+    """The student at another temperature than the one it samples at."""
+    temperature, sampled = real(config, "teacher.temperature"), real(config, f"{ROLLOUT}.temperature")
+    if not temperature > 0:
+        yield f"teacher.temperature is {temperature}: must be > 0"
+    elif temperature == sampled:
+        yield (
+            f"teacher.temperature is {temperature}, as {ROLLOUT}.temperature: the teacher would be the student itself and "
+            "change nothing; use another one"
+        )
+
+
 def _colocated_teacher(config: DictConfig) -> Iterator[str]:
-    """The teacher's own settings are valid, and no second teacher is served beside it."""
-    if get(config, "distillation.enabled"):
-        yield "teacher.source is colocated, but distillation.enabled is true: two teachers; set teacher.enabled=false"
+    """The teacher's own settings are valid."""
     if OmegaConf.select(config, "teacher.model", throw_on_missing=True) is None:
         yield "teacher.model is null: set teacher.model=PATH"
     if (dtype := get(config, "teacher.dtype")) not in DTYPES:

@@ -50,13 +50,19 @@ class CountingTeacher:
         self.calls: list[Any] = []
 
     def _query_dispatch_info(self, mesh: str) -> list[int]:
-        assert mesh == "teacher"
+        assert mesh in ("teacher", "actor")
         return list(range(self.ranks))
 
     def compute_teacher_log_prob(self, part: Any) -> None:
         self.calls.append(part)
         for key in part.keys:
             self.queue.rows[key].update(self.known[key])
+
+    def compute_log_prob(self, part: Any) -> None:
+        """The actor's own pass: log-probs over prompt and response, shifted left by one."""
+        self.calls.append(part)
+        for key in part.keys:
+            self.queue.rows[key]["log_probs"] = self.known[key]["teacher_logprobs"].squeeze(-1)
 
 
 class CountingServer:
@@ -87,6 +93,7 @@ def run(
     score: str = "needed",
     dynamic: bool = False,
     served: bool = False,
+    source: str = "colocated",
 ) -> tuple[torch.Tensor, Any, dict, list[str]]:
     """Return final advantages [N], the teacher, the metrics, and the rows' names, for advantages of these signs."""
     from transfer_queue import KVBatchMeta
@@ -111,7 +118,8 @@ def run(
     trainer = object.__new__(module.DistilledRLTrainer)
     trainer.settings = DistilledRLConfig.from_dict({"score": score, **node})
     trainer.method = get_method(trainer.settings.mode)
-    trainer.global_steps, trainer.colocated, trainer.actor_rollout_wg = 1, not served, teacher
+    trainer.global_steps, trainer.actor_rollout_wg = 1, teacher
+    trainer.teacher_source = "server" if served else source
     trainer._served_teacher = teacher if served else None
     rollout = {
         "temperature": 0.6,
@@ -121,6 +129,7 @@ def run(
     trainer.config = OmegaConf.create(
         {
             "algorithm": {"use_kl_in_reward": True},
+            "teacher": {"temperature": 0.5},
             "actor_rollout_ref": {"rollout": rollout},
             "distillation": {"teacher_models": {"teacher_model": {}}, "teacher_key": "data_source"},
         }
@@ -157,6 +166,17 @@ def test_exactly_the_needed_rows_are_scored_and_nothing_changes(
     everything, teacher, _, _ = run(monkeypatch, node, SIGNS, ranks, score="all")
     assert len(teacher.calls[0]) == 8
     assert torch.equal(selective, everything)
+
+
+@pytest.mark.parametrize("node", [{"mode": "distilled_rl"}, {"mode": "opd"}, {"mode": "opd_rl", "teacher_coef": 0.3}])
+def test_the_student_at_another_temperature_is_one_more_actor_pass(
+    verl_on_cpu: None, monkeypatch: pytest.MonkeyPatch, node: dict
+) -> None:
+    by_student, teacher, metrics, _ = run(monkeypatch, node, SIGNS, source="temperature")
+    [part] = teacher.calls
+    assert part.extra_info["temperature"] == 0.5 and metrics["teacher/scored_responses"] == len(part) / 8
+    by_teacher, *_ = run(monkeypatch, node, SIGNS)  # the same numbers from a teacher
+    assert torch.equal(by_student, by_teacher)
 
 
 @pytest.mark.parametrize(

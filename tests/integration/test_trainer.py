@@ -135,7 +135,7 @@ def run_advantage(
     trainer = object.__new__(module.DistilledRLTrainer)
     trainer.settings = DistilledRLConfig.from_dict({"score": "all", **node})
     trainer.method = get_method(trainer.settings.mode)
-    trainer.global_steps, trainer.colocated = 1, False
+    trainer.global_steps, trainer.teacher_source = 1, "server"
     trainer.config = OmegaConf.create({"algorithm": {"use_kl_in_reward": False}})
     keys = keys or [f"uid{row}_0_0" for row in range(fields["advantages"].size(0))]
     metrics: dict[str, float] = {}

@@ -244,7 +244,7 @@ def test_a_colocated_teacher_is_a_teacher(make_run):
         ({"teacher.enabled": True}, ["teacher.source is colocated", "two teachers", "teacher.enabled=false"]),
         ({"teacher.dtype": "int8"}, ["teacher.dtype is 'int8'", "fp32, bf16"]),
         ({"distilled_rl.score": "some"}, ["distilled_rl.score is 'some'", "needed, all"]),
-        ({"teacher.source": "somewhere"}, ["teacher.source is 'somewhere'", "server, colocated, none"]),
+        ({"teacher.source": "somewhere"}, ["teacher.source is 'somewhere'", "server, colocated, temperature, none"]),
         ({"teacher.model": None}, ["teacher.model is null", "set teacher.model=PATH"]),
         ({"teacher.model": "/nowhere/teacher"}, ["teacher.model: /nowhere/teacher does not exist"]),
         ({"distilled_rl": {"mode": "grpo"}}, ["mode 'grpo' uses no teacher", "add teacher=none"]),
@@ -253,6 +253,13 @@ def test_a_colocated_teacher_is_a_teacher(make_run):
 def test_colocated_teacher_refused(make_run, changes, needles):
     message = refusal(make_run(changes=COLOCATED | changes))
     assert all(needle in message for needle in needles), message
+
+
+def test_the_student_at_another_temperature(make_run):
+    own = {"teacher.source": "temperature", "teacher.enabled": False, "teacher.model": None}
+    assert check_run(make_run(changes=own | {"teacher.temperature": 0.6})) == []
+    for value, needle in ((1.0, "would be the student itself"), (0, "must be > 0"), ("warm", "must be a number")):
+        assert needle in refusal(make_run(changes=own | {"teacher.temperature": value}))
 
 
 def test_colocated_teacher_with_too_few_positions(make_run, tmp_path):
