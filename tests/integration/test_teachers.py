@@ -102,6 +102,7 @@ def run(
     from distilled_rl import trainer as module
     from distilled_rl.config import DistilledRLConfig
     from distilled_rl.methods import get_method
+    from distilled_rl.teacher import scoring
 
     fields = position_batch(PROMPTS, RESPONSES)
     fields["advantages"] = nested([torch.full((n,), sign) for n, sign in zip(RESPONSES, signs, strict=True)])
@@ -113,14 +114,14 @@ def run(
         queue.rows[key]["input_ids"] = sequences[row]
         if served and score == "all":  # the agent loops have asked
             queue.rows[key] |= {name: fields[name].unbind()[row] for name in TEACHER_FIELDS}
-    monkeypatch.setattr(module, "tq", queue)
+    for place in (module, scoring):
+        monkeypatch.setattr(place, "tq", queue)
     monkeypatch.setattr(PPOTrainerSync, "_compute_advantage", lambda self, batch, metrics: batch)
     trainer = object.__new__(module.DistilledRLTrainer)
     trainer.settings = DistilledRLConfig.from_dict({"score": score, **node})
     trainer.method = get_method(trainer.settings.mode)
     trainer.global_steps, trainer.actor_rollout_wg = 1, teacher
     trainer.teacher_source = "server" if served else source
-    trainer._served_teacher = teacher if served else None
     rollout = {
         "temperature": 0.6,
         "log_prob_use_dynamic_bsz": dynamic,
@@ -134,6 +135,7 @@ def run(
             "distillation": {"teacher_models": {"teacher_model": {}}, "teacher_key": "data_source"},
         }
     )
+    trainer.scorer._server = teacher if served else None
     tags = [{"seq_len": prompt + response} for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
     metrics: dict[str, float] = {}
     trainer._compute_advantage(KVBatchMeta(keys=keys, tags=tags, partition_id="train"), metrics)
