@@ -156,7 +156,8 @@ def describe(config: DictConfig) -> list[tuple[str, str]]:
         served = [f"{config.teacher.model}, {config.teacher.dtype}, beside the student"]
     elif get(config, "teacher.source") == "temperature":
         served = [f"the student at temperature {config.teacher.temperature:g}"]
-    pool = config.distillation.n_gpus_per_node * config.distillation.nnodes
+    teacher_gpus = config.distillation.n_gpus_per_node * config.distillation.nnodes
+    pool = f", {teacher_gpus} for the teacher" if config.distillation.enabled else ""
     updates = data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
     batch = f"{data.train_batch_size} prompts x {rollout.n} responses at temperature {rollout.temperature:g}"
     steps = trainer.total_training_steps or f"{trainer.total_epochs} epochs"
@@ -173,7 +174,7 @@ def describe(config: DictConfig) -> list[tuple[str, str]]:
         ("loss", f"{actor.loss_agg_mode}, clip {actor.clip_ratio_low:g}/{actor.clip_ratio_high:g}, {dual_clip}"),
         (
             "device",
-            f"{trainer.device}: {trainer_gpus(config)} to train" + (f", {pool} for the teacher" if pool else ""),
+            f"{trainer.device}: {trainer_gpus(config)} to train{pool}",
         ),
         ("output", config.run.dir),
     ]

@@ -117,6 +117,9 @@ class DistilledRLTrainer(PPOTrainerSync):
             scored = same_layout(mask, teacher_log_probs, mask.values() & per_token(rows, mask))
             metrics.update(teacher_metrics(fields.teacher_log_probs, fields.old_log_probs, scored))
             metrics["teacher/scored_responses"] = rows.float().mean().item()
+            metrics["teacher/scored_tokens"] = sum(
+                tag["seq_len"] for tag, scored_row in zip(batch.tags, rows.tolist(), strict=True) if scored_row
+            )
             batch = tq.kv_batch_put(
                 keys=batch.keys,
                 partition_id=batch.partition_id,

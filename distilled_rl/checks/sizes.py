@@ -149,7 +149,8 @@ def batches(config: DictConfig) -> Iterator[str]:
     if mini * n % ranks:  # verl/workers/engine_workers.py:267
         yield (
             f"{ACTOR}.ppo_mini_batch_size={mini} x {ROLLOUT}.n={n} = {mini * n} responses do not split over {ranks} "
-            f"trainer ranks; make it a multiple of {ranks}"
+            f"trainer ranks; make it a multiple of {ranks}, or change the ranks (trainer.n_gpus_per_node, which in the "
+            "recipes is what teacher.n_gpus leaves)"
         )
     dynamic, other = get(config, f"{ACTOR}.use_dynamic_bsz"), f"{ROLLOUT}.log_prob_use_dynamic_bsz"
     if get(config, other) != dynamic:  # verl/workers/engine_workers.py:616

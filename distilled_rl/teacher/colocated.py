@@ -26,7 +26,7 @@ NODE = COLOCATED_NODE
 class ColocatedTeacherWorker(ActorRolloutRefWorker):
     """verl's hybrid worker of actor, rollout, and optionally reference policy, with a teacher."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
     def init_model(self) -> None:
         """Build what verl builds, then the teacher; ``RuntimeError`` names a teacher that cannot be loaded."""
         config = copy.deepcopy(self.config)  # verl takes keys out of its `ref` node

@@ -165,6 +165,7 @@ def test_exactly_the_needed_rows_are_scored_and_nothing_changes(
     # more only to give each rank the same number, and no row twice
     assert len(part) == -(-len(needed) // ranks) * ranks and len(set(part.keys)) == len(part)
     assert metrics["teacher/scored_responses"] == len(needed) / 8
+    assert metrics["teacher/scored_tokens"] == sum(PROMPTS[row] + RESPONSES[row] for row in needed)
     everything, teacher, _, _ = run(monkeypatch, node, SIGNS, ranks, score="all")
     assert len(teacher.calls[0]) == 8
     assert torch.equal(selective, everything)

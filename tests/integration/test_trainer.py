@@ -141,7 +141,7 @@ def run_advantage(
     trainer.config = OmegaConf.create({"algorithm": {"use_kl_in_reward": False}})
     keys = keys or [f"uid{row}_0_0" for row in range(fields["advantages"].size(0))]
     metrics: dict[str, float] = {}
-    batch = Batch(keys=keys, partition_id="train", tags=[{} for _ in keys])
+    batch = Batch(keys=keys, partition_id="train", tags=[{"seq_len": 10} for _ in keys])
     trainer._compute_advantage(batch, metrics)  # type: ignore[arg-type]
     return queue, metrics
 
