@@ -1,10 +1,11 @@
 """Steady step time of Distilled RL over GRPO: the same models, interleaved on one set of workers.
 
-    python benchmarks/step.py --rounds 3 --steps 10
+    python benchmarks/step.py --source server --rounds 3 --steps 10
 
-Runs grpo, distilled_rl, grpo, distilled_rl, ... as one sweep on the miniature, leaves out the first steps of each run, and
-prints the ratio of the median step times with the phases that make it up. The ratio is one of times measured minutes apart on
-one machine; the spread over the rounds is printed beside it.
+Runs GRPO, Distilled RL with a teacher that scores the needed rows, and with one that scores all, then the same again, as one
+sweep on the miniature. Leaves out the first steps of each run, and prints the median step times with the phases that make them
+up, and their ratios to GRPO's. A ratio is one of times measured minutes apart on one machine; the spread over the rounds is
+printed beside it.
 """
 
 import json
@@ -20,6 +21,11 @@ from distilled_rl.processes import Watched, tail
 
 PHASES = ("gen", "old_log_prob", "adv", "update_actor", "update_weights", "step")
 WARM_UP = 3
+VARIANTS = {
+    "grpo": "mode:grpo",
+    "needed": "mode:distilled_rl,score:needed",
+    "all": "mode:distilled_rl,score:all",
+}
 
 
 def read_phases(directory: Path) -> dict[str, list[float]]:
@@ -35,7 +41,11 @@ def read_phases(directory: Path) -> dict[str, list[float]]:
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="How often each mode runs.", min=1)] = 3,
+    source: Annotated[str, typer.Option(help="server or colocated: where the teacher is.")] = "server",
+    teacher: Annotated[
+        str, typer.Option(help="The miniature's teacher, or student: one of the student's size.")
+    ] = "clean",
+    rounds: Annotated[int, typer.Option(help="How often each variant runs.", min=1)] = 3,
     steps: Annotated[int, typer.Option(help="Steps of one run, warm-up included.", min=WARM_UP + 2)] = 10,
     out: Annotated[Path | None, typer.Option(help="Write the figures as JSON here.")] = None,
     miniature: Annotated[Path, typer.Option(help="Where the miniature is, or is to be built.")] = Path(
@@ -43,42 +53,46 @@ def main(
     ),
 ) -> None:
     """Measure and print."""
+    if source not in ("server", "colocated"):
+        raise typer.BadParameter(f"--source is {source!r}: server or colocated")
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         build = [sys.executable, "-m", "distilled_rl.miniature", "build", "--out", str(miniature)]
         if Watched(build, work / "build.log").wait(lambda: None):
             raise SystemExit(tail(work / "build.log"))
-        runs = [
-            f"{{name:{mode}-{i},mode:{mode},seed:{i + 1}}}" for i in range(rounds) for mode in ("grpo", "distilled_rl")
-        ]
+        model = miniature.resolve() / "models" / ("student" if teacher == "student" else f"teacher-{teacher}")
+        runs = [f"{{name:{name}-{i},{node},seed:{i + 1}}}" for i in range(rounds) for name, node in VARIANTS.items()]
         command = [
             *(sys.executable, "-m", "distilled_rl.cli", "train", "miniature_sweep"),
+            *(f"teacher={'local' if source == 'server' else source}", f"teacher.model={model}"),
             *(f"dataset.dir={miniature.resolve()}", f"run.output={work}", f"sweep.runs=[{','.join(runs)}]"),
             *(f"trainer.total_training_steps={steps}", f"trainer.save_freq={steps}"),
             *("trainer.val_before_train=false", "trainer.test_freq=-1"),
         ]
         if Watched(command, work / "log.txt").wait(lambda: None):
             raise SystemExit(tail(work / "log.txt", 60))
-        seconds = {
-            mode: [read_phases(work / f"{mode}-{i}") for i in range(rounds)] for mode in ("grpo", "distilled_rl")
-        }
+        seconds = {name: [read_phases(work / f"{name}-{i}") for i in range(rounds)] for name in VARIANTS}
     medians = {
-        mode: {phase: statistics.median(t for run in per_run for t in run[phase]) for phase in PHASES}
-        for mode, per_run in seconds.items()
+        name: {phase: statistics.median(t for run in per_run for t in run[phase]) for phase in PHASES}
+        for name, per_run in seconds.items()
     }
-    ratios = [
-        statistics.median(distilled["step"]) / statistics.median(grpo["step"])
-        for distilled, grpo in zip(seconds["distilled_rl"], seconds["grpo"], strict=True)
-    ]
-    print(f"median seconds per step, {rounds} x {steps - WARM_UP} steps each, interleaved")
-    print(f"{'phase':16}{'grpo':>10}{'distilled_rl':>14}{'difference':>12}")
+    print(f"median seconds per step, {source} teacher {teacher}, {rounds} x {steps - WARM_UP} steps each, interleaved")
+    print(f"{'phase':16}" + "".join(f"{name:>10}" for name in VARIANTS))
     for phase in PHASES:
-        grpo, distilled = medians["grpo"][phase], medians["distilled_rl"][phase]
-        print(f"{phase:16}{grpo:10.3f}{distilled:14.3f}{distilled - grpo:12.3f}")
-    ratio = medians["distilled_rl"]["step"] / medians["grpo"]["step"]
-    print(f"ratio {ratio:.2f} (by round: {', '.join(f'{value:.2f}' for value in ratios)})")
+        print(f"{phase:16}" + "".join(f"{medians[name][phase]:10.3f}" for name in VARIANTS))
+    ratios = {}
+    for name in ("needed", "all"):
+        by_round = [
+            statistics.median(ours["step"]) / statistics.median(grpo["step"])
+            for ours, grpo in zip(seconds[name], seconds["grpo"], strict=True)
+        ]
+        ratios[name] = {"ratio": medians[name]["step"] / medians["grpo"]["step"], "by_round": by_round}
+        print(
+            f"distilled_rl, {name} rows, over grpo: {ratios[name]['ratio']:.2f} "
+            f"(by round: {', '.join(f'{value:.2f}' for value in by_round)})"
+        )
     if out is not None:
-        out.write_text(json.dumps({"medians": medians, "ratio": ratio, "ratios": ratios}, indent=1) + "\n")
+        out.write_text(json.dumps({"source": source, "teacher": teacher, "medians": medians} | ratios, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -196,7 +196,7 @@ def _checked(recipe: str, overrides: list[str] | None, warn: bool) -> DictConfig
 
 def describe(config: DictConfig) -> list[tuple[str, str]]:
     """Return the run in plain words, a label and a sentence each. The configuration has passed the checks."""
-    from distilled_rl.checks.values import runs, teachers, trainer_gpus
+    from distilled_rl.checks.values import get, runs, teachers, trainer_gpus
 
     actor, rollout, trainer, data = (
         config.actor_rollout_ref.actor,
@@ -205,7 +205,12 @@ def describe(config: DictConfig) -> list[tuple[str, str]]:
         config.data,
     )
     served = [node.model_path for node in teachers(config).values()]
-    pool = config.distillation.n_gpus_per_node * config.distillation.nnodes
+    if get(config, "teacher.source") == "colocated":
+        served = [f"{config.teacher.model}, {config.teacher.dtype}, beside the student"]
+    elif get(config, "teacher.source") == "temperature":
+        served = [f"the student at temperature {config.teacher.temperature:g}"]
+    teacher_gpus = config.distillation.n_gpus_per_node * config.distillation.nnodes
+    pool = f", {teacher_gpus} for the teacher" if config.distillation.enabled else ""
     updates = data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
     batch = f"{data.train_batch_size} prompts x {rollout.n} responses at temperature {rollout.temperature:g}"
     steps = trainer.total_training_steps or f"{trainer.total_epochs} epochs"
@@ -222,7 +227,7 @@ def describe(config: DictConfig) -> list[tuple[str, str]]:
         ("loss", f"{actor.loss_agg_mode}, clip {actor.clip_ratio_low:g}/{actor.clip_ratio_high:g}, {dual_clip}"),
         (
             "device",
-            f"{trainer.device}: {trainer_gpus(config)} to train" + (f", {pool} for the teacher" if served else ""),
+            f"{trainer.device}: {trainer_gpus(config)} to train{pool}",
         ),
         ("output", config.run.dir),
     ]

@@ -12,6 +12,12 @@ from omegaconf import DictConfig, OmegaConf
 from distilled_rl.methods import get_method
 
 TRAINER_MODE = "distilled_rl"
+# What the trainer and its workers call a colocated teacher: its node in `actor_rollout_ref`, and its dispatch mesh.
+COLOCATED_NODE, COLOCATED_MESH = "colocated_teacher", "teacher"
+
+
+# Which responses the teacher scores.
+SCORED = ("needed", "all")
 
 
 class ConfigError(ValueError):
@@ -24,6 +30,7 @@ class DistilledRLConfig:
 
     ``mode``: the method, a module of :mod:`distilled_rl.methods`. ``options``: that method's own options, written flat in the
     node. ``poll_interval``: seconds between two looks of the replay buffer for finished responses (verl: 2.0).
+    ``score``: which responses the teacher scores, "needed" (those that the method can use) or "all".
     ``reproducible``: fix the sampling seed of every response and the row order, so that one seed gives one run.
     ``seed``: the seed of those. ``dump_steps``: steps whose tensors are written to ``dump_dir`` for offline checks.
     """
@@ -31,6 +38,7 @@ class DistilledRLConfig:
     mode: str
     options: Any
     poll_interval: float = 0.05
+    score: str = "needed"
     reproducible: bool = False
     seed: int = 1
     dump_dir: str | None = None
@@ -77,6 +85,8 @@ class DistilledRLConfig:
             raise ConfigError(str(error)) from None
         if not result.poll_interval > 0:
             raise ConfigError(f"distilled_rl.poll_interval is {result.poll_interval}: must be a number of seconds > 0")
+        if result.score not in SCORED:
+            raise ConfigError(f"distilled_rl.score is {result.score!r}: must be one of {', '.join(SCORED)}")
         if result.dump_steps and not result.dump_dir:
             raise ConfigError(
                 "distilled_rl.dump_steps is set but distilled_rl.dump_dir is not: say where to write them"

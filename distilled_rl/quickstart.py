@@ -76,7 +76,7 @@ def train(plan: Plan, say: Callable[[str], None]) -> None:
         if all(last_step(run.directory) >= plan.steps for run in runs):
             return
         log = plan.out / "logs" / f"train-{plan.teacher}-{time.strftime('%Y%m%d-%H%M%S')}.log"
-        say(f"starting Ray, verl, and vLLM (about a minute); full log: {log}")
+        say(f"starting Ray, verl, and vLLM (about two minutes); full log: {log}")
         watched = Watched(plan.command(), log)
         progress = Progress(runs, plan.steps, say)
         started = time.monotonic()

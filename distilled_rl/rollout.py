@@ -47,6 +47,13 @@ class OneServerClient(LLMServerClient):
         """Keep it: it is the only one."""
 
 
+def one_server_clients(config: DictConfig, clients: dict[str, LLMServerClient]) -> dict[str, LLMServerClient]:
+    """Return the teachers' clients, as :class:`OneServerClient` where the pool is one GPU and so one server."""
+    if config.distillation.n_gpus_per_node * config.distillation.nnodes != 1:
+        return clients
+    return {key: OneServerClient(client) for key, client in clients.items()}
+
+
 class LocalRewardWorker(RewardLoopWorker):
     """verl's reward worker, called as the Ray actor is (``worker.compute_score.remote(data)``) but in this process."""
 
@@ -72,11 +79,10 @@ class DistilledRLAgentLoopWorker(_AgentLoopWorkerTQ):
         teacher_client: dict[str, LLMServerClient] | None = None,
         reward_loop_worker_handles: list[Any] | None = None,
     ) -> None:
-        # A pool of one GPU has one server.
         if config.trainer.n_gpus_per_node * config.trainer.nnodes == 1 and type(llm_client) is LLMServerClient:
-            llm_client = OneServerClient(llm_client)
-        if teacher_client and config.distillation.n_gpus_per_node * config.distillation.nnodes == 1:
-            teacher_client = {key: OneServerClient(client) for key, client in teacher_client.items()}
+            llm_client = OneServerClient(llm_client)  # a pool of one GPU has one server
+        if teacher_client:
+            teacher_client = one_server_clients(config, teacher_client)
         super().__init__(config, llm_client, teacher_client, reward_loop_worker_handles)
         self._single_turn: SingleTurnAgentLoop | None = None
         # verl uses the token ids of a finished response only.

@@ -18,8 +18,7 @@ from distilled_rl.launch import log_files
 from distilled_rl.methods import get_method
 
 STEP_SECONDS = "timing_s/step"  # in every line of a training step; a line without it is a validation alone
-TOKENS = "perf/total_num_tokens"  # prompt and response tokens of a step's rollouts
-TEACHER_MARK = "teacher/kl_k1"  # logged by every step that a teacher scored
+TEACHER_TOKENS = "teacher/scored_tokens"
 
 
 class RunError(ValueError):
@@ -79,10 +78,8 @@ class Run:
 
     @property
     def teacher_tokens(self) -> int:
-        """Prompt and response tokens of the rollouts that the teacher scored, 0 if none or not logged."""
-        if TEACHER_MARK not in self.metrics or TOKENS not in self.metrics:
-            return 0
-        return int(self.metrics.loc[self.metrics[TEACHER_MARK].notna(), TOKENS].sum())
+        """Prompt and response tokens of the rollouts that the teacher scored, 0 if none."""
+        return int(self.column(TEACHER_TOKENS).sum())
 
     def column(self, metric: str) -> pd.Series:
         """One metric by step, without the steps that did not log it; empty if no step did."""

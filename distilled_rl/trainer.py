@@ -4,27 +4,31 @@ It holds no formula: it calls ``super()``, reads the fields of one batch, lets :
 advantages, and writes them back. ``trainer.v1.trainer_mode=distilled_rl`` selects it.
 """
 
+import functools
 import gc
 import logging
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 import transfer_queue as tq
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.experimental.agent_loop import AgentLoopManager
+from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 
-from distilled_rl.config import TRAINER_MODE, DistilledRLConfig
+from distilled_rl.config import COLOCATED_NODE, TRAINER_MODE, DistilledRLConfig
 from distilled_rl.diagnostics import teacher_metrics
 from distilled_rl.estimator import flat_groups
-from distilled_rl.methods import TeacherBatch, get_method
-from distilled_rl.teacher.server import align_teacher_log_probs
+from distilled_rl.jagged import per_token, same_layout
+from distilled_rl.methods import TeacherBatch, every_token, get_method
+from distilled_rl.teacher.scoring import BatchScorer, require
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +44,30 @@ class DistilledRLTrainer(PPOTrainerSync):
         # any other value gets the asynchronous replay buffer.
         with open_dict(config):
             config.trainer.v1.trainer_mode = "sync"
+        self.teacher_source: str = OmegaConf.select(config, "teacher.source") or "server"
         super().__init__(config)
-        if self.method.needs_teacher and not self.use_teacher_policy:
+        if self.method.needs_teacher and not (
+            self.use_teacher_policy or self.teacher_source in ("colocated", "temperature")
+        ):
             raise ValueError(
-                f"mode {self.method.name!r} needs a teacher, but distillation.enabled is false: no teacher would be started"
+                f"mode {self.method.name!r} needs a teacher, but distillation.enabled is false and teacher.source is "
+                f"{self.teacher_source}: no teacher would be started"
             )
         # verl/trainer/ppo/v1/replay_buffer.py:144 polls every 2 s, which dominates a short step.
         self.replay_buffer.poll_interval = self.settings.poll_interval
+
+    def _init_resource_pool_mgr(self) -> None:
+        """Give the hybrid worker a teacher when it is to be colocated."""
+        super()._init_resource_pool_mgr()
+        if self.teacher_source != "colocated":
+            return
+        # Imported here: the module pulls in verl's workers.
+        from distilled_rl.teacher.colocated import ColocatedTeacherWorker
+
+        with open_dict(self.config.actor_rollout_ref):
+            self.config.actor_rollout_ref[COLOCATED_NODE] = self.config.teacher
+        [role] = {Role.ActorRollout, Role.ActorRolloutRef} & self.role_worker_mapping.keys()
+        self.role_worker_mapping[role] = ray.remote(ColocatedTeacherWorker)
 
     def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
         """Fetch prompts, named by step and position instead of at random when the run is to be reproducible."""
@@ -62,7 +83,7 @@ class DistilledRLTrainer(PPOTrainerSync):
         from distilled_rl.rollout import SEED_KEY, TEACHER_KEY, DistilledRLAgentLoopManager
 
         if isinstance(agent_loop_manager, DistilledRLAgentLoopManager):
-            agent_loop_manager.marks = {TEACHER_KEY: self.method.needs_teacher}
+            agent_loop_manager.marks = {TEACHER_KEY: self.method.needs_teacher and not self.selective}
             if self.settings.reproducible:
                 agent_loop_manager.marks[SEED_KEY] = self.settings.seed
         gc.collect()
@@ -79,29 +100,53 @@ class DistilledRLTrainer(PPOTrainerSync):
         """Compute verl's advantages, then apply the method to them, token by token, and log what it did."""
         batch = super()._compute_advantage(batch, metrics)
         batch = self._zero_flat_groups(batch, metrics)
+        teacher: dict[str, torch.Tensor] = {}
         if self.method.needs_teacher:
-            data = self._fetch(batch, ["teacher_logprobs", "teacher_ids"])
-            mask = data["response_mask"].bool()
-            teacher_log_probs = align_teacher_log_probs(
-                data["teacher_logprobs"], data["teacher_ids"], data["responses"], data["response_mask"]
-            )
+            data = self._fetch(batch)
+            mask: Any = data["response_mask"].bool()
+            rows = self._rows_to_score(data["advantages"], mask)
+            teacher_log_probs = self.scorer.log_probs(batch, data, rows, asked=not self.selective)
             fields = TeacherBatch(
                 teacher_log_probs=teacher_log_probs,
-                old_log_probs=_same_layout(data["old_log_probs"], teacher_log_probs),
-                advantages=_same_layout(data["advantages"], teacher_log_probs),
-                mask=_same_layout(mask, teacher_log_probs),
+                old_log_probs=same_layout(data["old_log_probs"], teacher_log_probs),
+                advantages=same_layout(data["advantages"], teacher_log_probs),
+                mask=same_layout(mask, teacher_log_probs),
             )
             advantages, method_metrics = self.method.apply(fields, self.settings.options)
             metrics.update(method_metrics)
-            metrics.update(teacher_metrics(fields.teacher_log_probs, fields.old_log_probs, fields.mask))
+            scored = same_layout(mask, teacher_log_probs, mask.values() & per_token(rows, mask))
+            metrics.update(teacher_metrics(fields.teacher_log_probs, fields.old_log_probs, scored))
+            metrics["teacher/scored_responses"] = rows.float().mean().item()
+            metrics["teacher/scored_tokens"] = sum(
+                tag["seq_len"] for tag, scored_row in zip(batch.tags, rows.tolist(), strict=True) if scored_row
+            )
             batch = tq.kv_batch_put(
                 keys=batch.keys,
                 partition_id=batch.partition_id,
                 fields=TensorDict({"advantages": advantages}, batch_size=len(batch)),
             )
+            teacher = {"teacher_log_probs": teacher_log_probs}
         if self.global_steps in self.settings.dump_steps:
-            self._dump(batch)
+            self._dump(batch, teacher)
         return batch
+
+    @functools.cached_property
+    def scorer(self) -> BatchScorer:
+        """Where the teacher's log-probs come from."""
+        return BatchScorer(self.config, self.teacher_source, self.actor_rollout_wg, self.get_teacher_client)
+
+    @property
+    def selective(self) -> bool:
+        """Whether only those responses are scored, after the advantages are known, that the method lets the teacher change."""
+        method = self.method
+        return self.settings.score == "needed" and method.needs_teacher and method.scores is not every_token
+
+    def _rows_to_score(self, advantages: Any, mask: Any) -> torch.Tensor:
+        """Return bool [B], the responses that the teacher scores."""
+        if not self.selective:
+            return torch.ones(len(advantages.offsets()) - 1, dtype=torch.bool)
+        tokens = self.method.scores(advantages.values(), self.settings.options) & mask.values()
+        return torch.stack([row.any() for row in tokens.split(advantages.offsets().diff().tolist())])
 
     def _zero_flat_groups(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """Give groups whose rewards are all equal advantages of exactly 0, and count them."""
@@ -115,25 +160,20 @@ class DistilledRLTrainer(PPOTrainerSync):
         rows = torch.repeat_interleave(flat, advantages.offsets().diff())
         if self.config.algorithm.use_kl_in_reward or not (advantages.values()[rows] != 0).any():
             return batch
-        zeroed = _same_layout(advantages, advantages, torch.where(rows, 0.0, advantages.values()))
+        zeroed = same_layout(advantages, advantages, torch.where(rows, 0.0, advantages.values()))
         return tq.kv_batch_put(
             keys=batch.keys,
             partition_id=batch.partition_id,
             fields=TensorDict({"advantages": zeroed}, batch_size=len(batch)),
         )
 
-    def _fetch(self, batch: KVBatchMeta, extra: list[str]) -> TensorDict:
-        fields = ["response_mask", "responses", "old_log_probs", "advantages", *extra]
+    def _fetch(self, batch: KVBatchMeta) -> TensorDict:
+        fields = ["response_mask", "responses", "old_log_probs", "advantages"]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-        missing = [field for field in fields if field not in data.keys()]
-        if missing:
-            raise ValueError(
-                f"step {self.global_steps}: the batch lacks {', '.join(missing)}; teacher fields come from verl's teacher server, "
-                "which must score every training response"
-            )
+        require(data, fields)
         return data
 
-    def _dump(self, batch: KVBatchMeta) -> None:
+    def _dump(self, batch: KVBatchMeta, extra: dict[str, torch.Tensor]) -> None:
         """Write this step's tensors, from prompts to final advantages, as lists of unpadded rows."""
         fields = [
             "prompts",
@@ -144,10 +184,9 @@ class DistilledRLTrainer(PPOTrainerSync):
             "advantages",
             "rollout_log_probs",
         ]
-        if self.method.needs_teacher:
-            fields += ["teacher_logprobs", "teacher_ids"]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
         rows = {field: list(data[field].unbind()) for field in fields if field in data.keys()}
+        rows |= {field: list(tensor.unbind()) for field, tensor in extra.items()}
         directory = Path(str(self.settings.dump_dir))
         directory.mkdir(parents=True, exist_ok=True)
         torch.save(
@@ -159,24 +198,6 @@ def _row_order(key: str) -> tuple[str, int, int]:
     """Return the sort key of a row name ``{uid}_{session}_{output}`` (verl/trainer/ppo/v1/agent_loop_tq.py:200)."""
     uid, session, output = key.rsplit("_", 2)
     return uid, int(session), int(output)
-
-
-def _same_layout(tensor: Any, like: Any, values: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the nested ``tensor`` (or ``values`` in its shape) with the offsets object of ``like``: torch adds nested
-    tensors only when they share it.
-
-    Raises ``ValueError`` when the lengths differ.
-    """
-    if not torch.equal(tensor.offsets(), like.offsets()):
-        raise ValueError(
-            f"rows have other lengths: {tensor.offsets().diff().tolist()[:8]}… against {like.offsets().diff().tolist()[:8]}…"
-        )
-    return torch.nested.nested_tensor_from_jagged(
-        tensor.values() if values is None else values,
-        offsets=like.offsets(),
-        min_seqlen=like._get_min_seqlen(),
-        max_seqlen=like._get_max_seqlen(),
-    )
 
 
 # The sweep's trainer registers with this module; it needs the class above.

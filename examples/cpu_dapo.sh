@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Two steps of each mode on DAPO's real problems with Qwen3's real tokenizer and tiny random models, on a CPU.
-# DISTILLED_RL_SHARED names a directory with train/train_dapo.parquet and tokenizer_qwen3/; without it the hub's copies are used.
+# DISTILLED_RL_SHARED names a folder with data/train/train_dapo.parquet and data/tokenizer_qwen3/; without it the hub's copies are used.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh --cpu
 . .venv/bin/activate
-out=outputs/cpu_dapo shared=${DISTILLED_RL_SHARED:-../shared/data}
+out=outputs/cpu_dapo shared=${DISTILLED_RL_SHARED:-../shared}/data
 problems=$shared/train/train_dapo.parquet tokenizer=$shared/tokenizer_qwen3
 [ -f "$problems" ] || problems=BytedTsinghua-SIA/DAPO-Math-17k
 [ -d "$tokenizer" ] || { tokenizer=$out/tokenizer; hf download Qwen/Qwen3-0.6B --include 'tokenizer*' --local-dir "$tokenizer"; }

@@ -38,8 +38,9 @@ def read_table(path: Path) -> tuple[int, pyarrow.Schema]:
     """
     if not path.is_file():
         raise ConfigError(
-            f"{path} does not exist: scripts/prepare_data.py writes the DAPO files, python -m distilled_rl.miniature "
-            "build the miniature's; or set dataset.train and dataset.val"
+            f"{path} does not exist: python scripts/prepare_data.py BytedTsinghua-SIA/DAPO-Math-17k --out data/dapo --holdout "
+            "500 writes the DAPO files, python -m distilled_rl.miniature build --out outputs/miniature the miniature's; or "
+            "set dataset.train and dataset.val"
         )
     if path.stat().st_size == 0:
         raise ConfigError(f"{path} is empty (0 bytes): write it again")

@@ -22,6 +22,8 @@ from distilled_rl.methods import get_method
 
 ESTIMATORS = ("grpo", "distilled_rl")
 AGENT_LOOPS = "distilled_rl.rollout.DistilledRLAgentLoopManager"
+SOURCES = ("server", "colocated", "temperature", "none")
+DTYPES = ("fp32", "bf16")
 # What keeps verl's own distillation loss out of the update.
 NO_DISTILLATION_LOSS = {"loss_mode": "none", "use_task_rewards": True, "use_policy_gradient": False}
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -64,7 +66,15 @@ def teacher(config: DictConfig) -> Iterator[str]:
     """A mode that needs a teacher has one, no other mode pays for one, and it acts through the advantages only."""
     settings = runs(config)
     asking = [run.mode for run in settings if run.needs_teacher]
-    if not get(config, "distillation.enabled"):
+    source, served = get(config, "teacher.source"), get(config, "distillation.enabled")
+    if source not in (None, *SOURCES):
+        yield f"teacher.source is {source!r}: must be one of {', '.join(SOURCES)}"
+        return
+    if source in ("colocated", "temperature"):
+        if served:
+            yield f"teacher.source is {source}, but distillation.enabled is true: two teachers; set teacher.enabled=false"
+        yield from _colocated_teacher(config) if source == "colocated" else _temperature_teacher(config)
+    elif not served:
         if asking:
             yield (
                 f"mode {asking[0]!r} needs a teacher, but distillation.enabled is false (teacher.enabled in the "
@@ -72,14 +82,15 @@ def teacher(config: DictConfig) -> Iterator[str]:
             )
         return
     if not asking:
+        what = "distillation.enabled is true" if served else f"teacher.source is {source}"
         yield (
-            f"mode {settings[0].mode!r} uses no teacher, but distillation.enabled is true: a teacher would be loaded "
+            f"mode {settings[0].mode!r} uses no teacher, but {what}: a teacher would be loaded "
             "and score every response for nothing; add teacher=none"
         )
     for key in teachers(config):
         if get(config, f"{key}.model_path") is None:
             yield f"{key}.model_path is null: set teacher.model=PATH"
-    for name, value in NO_DISTILLATION_LOSS.items():
+    for name, value in NO_DISTILLATION_LOSS.items() if served else ():
         key = f"distillation.distillation_loss.{name}"
         if get(config, key) != value:
             yield (
@@ -94,7 +105,7 @@ def teacher(config: DictConfig) -> Iterator[str]:
     _allow, eos_map, prompt = teacher_choices(config)
     if prompt != "student":
         yield (
-            f"teacher.prompt is {prompt}, which is not supported by this version's served teacher: it reads the tokens "
+            f"teacher.prompt is {prompt}, which this version's teachers do not support: they read the tokens "
             "that the student read; set teacher.prompt=student"
         )
     if eos_map:
@@ -102,6 +113,29 @@ def teacher(config: DictConfig) -> Iterator[str]:
             f"teacher.eos_map is {eos_map}, which this version's trainer does not apply: the student's end tokens would "
             "be scored as they are; set teacher.eos_map={} and give both models the same eos_token"
         )
+
+
+def _temperature_teacher(config: DictConfig) -> Iterator[str]:
+    """The student at another temperature than the one it samples at."""
+    temperature, sampled = real(config, "teacher.temperature"), real(config, f"{ROLLOUT}.temperature")
+    if not temperature > 0:
+        yield f"teacher.temperature is {temperature}: must be > 0"
+    elif temperature == sampled:
+        yield (
+            f"teacher.temperature is {temperature}, as {ROLLOUT}.temperature: the teacher would be the student itself and "
+            "change nothing; use another one"
+        )
+
+
+def _colocated_teacher(config: DictConfig) -> Iterator[str]:
+    """The teacher's own settings are valid."""
+    if OmegaConf.select(config, "teacher.model", throw_on_missing=True) is None:
+        yield "teacher.model is null: set teacher.model=PATH"
+    if (dtype := get(config, "teacher.dtype")) not in DTYPES:
+        yield f"teacher.dtype is {dtype!r}: must be one of {', '.join(DTYPES)}"
+    strategy = get(config, f"{ACTOR}.strategy")
+    if strategy not in ("fsdp", "fsdp2"):
+        yield f"{ACTOR}.strategy is {strategy!r}: a colocated teacher needs fsdp or fsdp2; use a served one"
 
 
 def sampling(config: DictConfig) -> Iterator[str]:

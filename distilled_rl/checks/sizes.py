@@ -10,6 +10,7 @@ from distilled_rl.checks.values import (
     MODEL,
     REF,
     ROLLOUT,
+    colocated,
     get,
     models,
     sequence_parallel,
@@ -29,6 +30,13 @@ def lengths(config: DictConfig) -> Iterator[str]:
     for key in teachers(config):  # verl/workers/config/distillation.py:166: a teacher server also generates one token
         limit, model = f"{key}.inference.max_model_len", f"{key}.model_path"
         yield from _server_lengths(config, limit, model, prompt + response + 1, f"{longest} + 1 generated token")
+    if colocated(config):
+        positions = _positions(next((model.path for model in models(config) if model.key == "teacher.model"), None))
+        if positions is not None and prompt + response > positions:
+            yield (
+                f"teacher.model: max_position_embeddings is {positions}, but {longest} = {prompt + response}: shorten the "
+                "lengths, or use another teacher"
+            )
     if get(config, f"{ACTOR}.use_dynamic_bsz"):
         for key in (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"):
             budget = whole(config, key) * sequence_parallel(config)
@@ -142,7 +150,8 @@ def batches(config: DictConfig) -> Iterator[str]:
     if mini * n % ranks:  # verl/workers/engine_workers.py:267
         yield (
             f"{ACTOR}.ppo_mini_batch_size={mini} x {ROLLOUT}.n={n} = {mini * n} responses do not split over {ranks} "
-            f"trainer ranks; make it a multiple of {ranks}"
+            f"trainer ranks; make it a multiple of {ranks}, or change the ranks (trainer.n_gpus_per_node, which in the "
+            "recipes is what teacher.n_gpus leaves)"
         )
     dynamic, other = get(config, f"{ACTOR}.use_dynamic_bsz"), f"{ROLLOUT}.log_prob_use_dynamic_bsz"
     if get(config, other) != dynamic:  # verl/workers/engine_workers.py:616

@@ -56,6 +56,11 @@ def teachers(config: DictConfig) -> Mapping[str, DictConfig]:
     return {f"{TEACHERS}.{name}": entries[name] for name in entries if len(entries) == 1 or name != "teacher_model"}
 
 
+def colocated(config: DictConfig) -> bool:
+    """Whether the teacher is held beside the student, in verl's FSDP workers."""
+    return get(config, "teacher.source") == "colocated"
+
+
 class Model(NamedTuple):
     """A model that a run loads: the key of its path, the path or hub name, and the same for its tokenizer."""
 
@@ -72,6 +77,8 @@ def models(config: DictConfig) -> Iterator[Model]:
     for key in teachers(config):
         if (path := get(config, f"{key}.model_path")) is not None:
             yield Model(f"{key}.model_path", str(path), str(path))
+    if colocated(config) and (path := OmegaConf.select(config, "teacher.model")) is not None:
+        yield Model("teacher.model", str(path), str(path))
 
 
 def teacher_choices(config: DictConfig) -> tuple[list[str], dict[int, int], str]:

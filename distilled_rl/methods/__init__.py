@@ -44,7 +44,8 @@ class Method:
     """A registered method: its name, what it does to the advantages, and its options.
 
     ``needs_teacher``: whether it asks a teacher. ``uses_reward``: whether the given advantages reach its result, so that a
-    group of one response, which has none, teaches it nothing.
+    group of one response, which has none, teaches it nothing. ``scores(advantages, options)``: bool like the advantages
+    (float32, any shape), the tokens at which the teacher's log-prob can change the result.
     """
 
     name: str
@@ -52,24 +53,38 @@ class Method:
     options: type
     needs_teacher: bool
     uses_reward: bool
+    scores: "Callable[[torch.Tensor, Any], torch.Tensor]"
+
+
+def every_token(advantages: "torch.Tensor", _options: Any) -> "torch.Tensor":
+    """Return True everywhere: the method uses the teacher's log-prob of every token."""
+    import torch
+
+    return torch.ones_like(advantages, dtype=torch.bool)
 
 
 _METHODS: dict[str, Method] = {}
 
 
 def register(
-    name: str, *, options: type = NoOptions, needs_teacher: bool = True, uses_reward: bool = True
+    name: str,
+    *,
+    options: type = NoOptions,
+    needs_teacher: bool = True,
+    uses_reward: bool = True,
+    scores: "Callable[[torch.Tensor, Any], torch.Tensor]" = every_token,
 ) -> Callable[[Callable], Callable]:
     """Register a function ``(TeacherBatch, options) -> (advantages, metrics)`` under ``name``.
 
-    The returned advantages are nested like the given ones. Raises ``ValueError`` when the name is taken.
+    The returned advantages are nested like the given ones. The rest of the arguments: see :class:`Method`.
+    Raises ``ValueError`` when the name is taken.
     """
 
     def decorator(function: Callable) -> Callable:
         known = _METHODS.get(name)
         if known is not None and known.apply.__module__ != function.__module__:
             raise ValueError(f"method {name!r} is already registered by {known.apply.__module__}")
-        _METHODS[name] = Method(name, function, options, needs_teacher, uses_reward)
+        _METHODS[name] = Method(name, function, options, needs_teacher, uses_reward, scores)
         return function
 
     return decorator

@@ -29,7 +29,12 @@ class DistilledRLOptions:
             raise ValueError(f"distilled_rl.apply_to is {self.apply_to!r}: must be one of {', '.join(APPLY_TO)}")
 
 
-@register("distilled_rl", options=DistilledRLOptions)
+def reweighted(advantages: torch.Tensor, options: DistilledRLOptions) -> torch.Tensor:
+    """Return where the weight can differ from 1: the advantages that ``apply_to`` selects, and not 0."""
+    return APPLY_TO[options.apply_to](advantages) & (advantages != 0)
+
+
+@register("distilled_rl", options=DistilledRLOptions, scores=reweighted)
 def distilled_rl(batch: TeacherBatch, options: DistilledRLOptions) -> tuple[torch.Tensor, dict[str, float]]:
     """Return ``w * A``; as w > 0, and w = 1 where the reset applies, verl's PPO loss on it is the paper's objective."""
     weights = teacher_weights(

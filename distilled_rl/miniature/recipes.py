@@ -1,7 +1,7 @@
 """How the student and each of the five teachers are trained: from which textbook, for how long, in which size.
 
 The seeds of the books were picked among a dozen so that the books themselves (before any training) score what the
-specification's models scored; no seed was picked by the outcome of reinforcement learning.
+simulator's models scored; no seed was picked by the outcome of reinforcement learning.
 """
 
 from dataclasses import dataclass, replace

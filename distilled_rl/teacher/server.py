@@ -5,10 +5,14 @@ verl starts the teacher pool only when ``distillation.enabled`` is true, and the
 reaches the update through the advantages alone. (A coefficient of 0 on one of verl's losses would not do: 0 * inf is nan.)
 """
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 from tensordict import TensorDict
+from verl.experimental.teacher_loop.teacher_manager import AsyncTeacherLLMServerManager
 from verl.trainer.distillation.losses import (
     DISTILLATION_LOSS_REGISTRY,
     DistillationLossSettings,
@@ -35,6 +39,45 @@ if LOSS_MODE not in DISTILLATION_LOSS_REGISTRY:
     register_distillation_loss(
         DistillationLossSettings(names=[LOSS_MODE], use_estimator=True)  # type: ignore[arg-type]
     )(no_distillation_loss)
+
+
+class ServedTeacher:
+    """verl's teacher servers, asked by the trainer for the rows that it chooses, after the advantages are known.
+
+    (The agent loops ask for every row as it is finished, which overlaps with generation.)
+    """
+
+    def __init__(self, config: DictConfig, clients: dict[str, Any]) -> None:
+        self._manager = AsyncTeacherLLMServerManager(config, clients)
+
+    def score(self, sequences: Sequence[torch.Tensor], routes: Sequence[Any]) -> TensorDict:
+        """Score whole sequences of token ids, int [j] each, by the teachers that ``routes`` name (None: the only one).
+
+        Returns ``teacher_logprobs`` and ``teacher_ids`` as the agent loops write them, nested [B, j, 1].
+        Raises what the server raised, with the names of the teachers.
+        """
+        try:
+            scored = asyncio.run(self._score(sequences, routes))
+        except Exception as error:
+            paths = [teacher.model_path for teacher in self._manager.teacher_model_configs.values()]
+            raise RuntimeError(f"the teacher server of {', '.join(map(str, paths))} failed: {error}") from error
+        ids, log_probs = zip(*scored, strict=True)
+        return TensorDict(
+            {
+                "teacher_logprobs": torch.nested.as_nested_tensor(list(log_probs), layout=torch.jagged),
+                "teacher_ids": torch.nested.as_nested_tensor(list(ids), layout=torch.jagged),
+            },
+            batch_size=len(sequences),
+        )
+
+    async def _score(
+        self, sequences: Sequence[torch.Tensor], routes: Sequence[Any]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        requests = (
+            self._manager.compute_teacher_logprobs_single(sequence_ids=sequence.tolist(), routing_key=route)
+            for sequence, route in zip(sequences, routes, strict=True)
+        )
+        return await asyncio.gather(*requests)
 
 
 def align_teacher_log_probs(

@@ -9,7 +9,7 @@ from distilled_rl.miniature import build, generate, task
 pytestmark = pytest.mark.e2e
 
 
-def test_student_and_clean_teacher_land_where_the_specification_says(miniature: Path) -> None:
+def test_student_and_clean_teacher_land_where_the_simulators_do(miniature: Path) -> None:
     made = build.build(miniature)
     student, teacher = made.figures["student"], made.figures["clean"]
     assert student["greedy"] == pytest.approx(0.352, abs=0.06)

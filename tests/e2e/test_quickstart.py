@@ -74,7 +74,7 @@ def test_every_mode_trains_on_real_problems(shared_data: Path, work: Path) -> No
     run_command(
         ["bash", str(ROOT / "examples" / "cpu_dapo.sh"), *overrides],
         work / "cpu_dapo.log",
-        DISTILLED_RL_SHARED=str(shared_data),
+        DISTILLED_RL_SHARED=str(shared_data.parent),
     )
     modes = {path.name.split("-")[1]: Finished(path).steps() for path in (work / "dapo").glob("tiny-*-seed1")}
     assert set(modes) == {"grpo", "opd", "opd_rl", "distilled_rl"}

@@ -128,18 +128,20 @@ def run_advantage(
     from distilled_rl import trainer as module
     from distilled_rl.config import DistilledRLConfig
     from distilled_rl.methods import get_method
+    from distilled_rl.teacher import scoring
 
     queue = Queue(fields)
-    monkeypatch.setattr(module, "tq", queue)
+    for place in (module, scoring):
+        monkeypatch.setattr(place, "tq", queue)
     monkeypatch.setattr(PPOTrainerSync, "_compute_advantage", lambda self, batch, metrics: batch)
     trainer = object.__new__(module.DistilledRLTrainer)
-    trainer.settings = DistilledRLConfig.from_dict(node)
+    trainer.settings = DistilledRLConfig.from_dict({"score": "all", **node})
     trainer.method = get_method(trainer.settings.mode)
-    trainer.global_steps = 1
+    trainer.global_steps, trainer.teacher_source, trainer.actor_rollout_wg = 1, "server", None
     trainer.config = OmegaConf.create({"algorithm": {"use_kl_in_reward": False}})
     keys = keys or [f"uid{row}_0_0" for row in range(fields["advantages"].size(0))]
     metrics: dict[str, float] = {}
-    batch = Batch(keys=keys, partition_id="train", tags=[{} for _ in keys])
+    batch = Batch(keys=keys, partition_id="train", tags=[{"seq_len": 10} for _ in keys])
     trainer._compute_advantage(batch, metrics)  # type: ignore[arg-type]
     return queue, metrics
 

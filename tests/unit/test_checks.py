@@ -236,6 +236,52 @@ def test_pure_distillation_may_sample_one_response_per_prompt(make_run):
     assert check_run(make_run("opd", {f"{ROLLOUT}.n": 1, **sizes})) == []
 
 
+COLOCATED = {
+    "teacher.source": "colocated",
+    "teacher.enabled": False,
+    "teacher.dtype": "bf16",
+    "teacher.score": "needed",
+}
+
+
+def test_a_colocated_teacher_is_a_teacher(make_run):
+    assert check_run(make_run(changes=COLOCATED)) == []
+    # its log-probs are at the rollout temperature, as the student's are
+    assert check_run(make_run(changes=COLOCATED | {f"{ROLLOUT}.temperature": 0.6})) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "needles"),
+    [
+        ({"teacher.enabled": True}, ["teacher.source is colocated", "two teachers", "teacher.enabled=false"]),
+        ({"teacher.dtype": "int8"}, ["teacher.dtype is 'int8'", "fp32, bf16"]),
+        ({"distilled_rl.score": "some"}, ["distilled_rl.score is 'some'", "needed, all"]),
+        ({"teacher.source": "somewhere"}, ["teacher.source is 'somewhere'", "server, colocated, temperature, none"]),
+        ({"teacher.model": None}, ["teacher.model is null", "set teacher.model=PATH"]),
+        ({"teacher.model": "/nowhere/teacher"}, ["teacher.model: /nowhere/teacher does not exist"]),
+        ({"distilled_rl": {"mode": "grpo"}}, ["mode 'grpo' uses no teacher", "add teacher=none"]),
+    ],
+)
+def test_colocated_teacher_refused(make_run, changes, needles):
+    message = refusal(make_run(changes=COLOCATED | changes))
+    assert all(needle in message for needle in needles), message
+
+
+def test_the_student_at_another_temperature(make_run):
+    own = {"teacher.source": "temperature", "teacher.enabled": False, "teacher.model": None}
+    assert check_run(make_run(changes=own | {"teacher.temperature": 0.6})) == []
+    for value, needle in ((1.0, "would be the student itself"), (0, "must be > 0"), ("warm", "must be a number")):
+        assert needle in refusal(make_run(changes=own | {"teacher.temperature": value}))
+
+
+def test_colocated_teacher_with_too_few_positions(make_run, tmp_path):
+    teacher = write_model(tmp_path / "teacher", max_position_embeddings=NEEDED - 1)
+    message = refusal(make_run(changes=COLOCATED | {"teacher.model": str(teacher)}))
+    assert f"teacher.model: max_position_embeddings is {NEEDED - 1}" in message
+    teacher = write_model(tmp_path / "exact", max_position_embeddings=NEEDED)
+    assert check_run(make_run(changes=COLOCATED | {"teacher.model": str(teacher)})) == []
+
+
 def test_sweep_is_checked_run_by_run(make_run):
     sweep = {"trainer.v1.trainer_mode": "distilled_rl_sweep", "distilled_rl": {"mode": "grpo"}}
     assert check_run(make_run(changes=sweep | {"sweep.runs": [{"mode": "grpo"}, {"mode": "opd"}]})) == []

@@ -31,7 +31,7 @@ def one_thread():
 # ---- task ----
 
 
-def test_the_example_of_the_specification():
+def test_the_example_of_the_readme():
     assert PROBLEM.prompt == "9-0+1-0-6-5=" and len(PROBLEM.prompt) == task.PROMPT_TOKENS
     assert PROBLEM.answer == "9"
     assert task.right_solution(PROBLEM) == SOLUTION

@@ -43,10 +43,10 @@ def make_run(mode, seed=1, *, steps=60, total=60, teacher="clean", seconds=3.0):
         "response_length/mean": 33 + rng.normal(0, 0.3, steps + 1),
         "actor/entropy": 0.5 - 0.3 * progress + rng.normal(0, 0.01, steps + 1),
         "actor/grad_norm": 1 + rng.exponential(0.3, steps + 1),
-        "perf/total_num_tokens": np.full(steps + 1, 128 * 45.0),
     }
     needs_teacher = mode in TEACHER_MODES
     if needs_teacher:
+        data["teacher/scored_tokens"] = np.full(steps + 1, 128 * 45.0)
         data["teacher/kl_k1"] = 0.4 - 0.3 * progress + rng.normal(0, 0.02, steps + 1)
     if mode == "distilled_rl":
         for name, level in (

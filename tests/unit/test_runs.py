@@ -47,7 +47,9 @@ def make_run(tmp_path):
 
 def test_a_finished_run(make_run):
     lines = [validation_line(0, 0.35)]
-    lines += [train_line(step, **{"perf/total_num_tokens": 1000, "teacher/kl_k1": 0.1}) for step in (1, 2, 3, 4)]
+    lines += [
+        train_line(step, **{"perf/total_num_tokens": 2500, "teacher/scored_tokens": 1000}) for step in (1, 2, 3, 4)
+    ]
     run = read_run(make_run(lines))
     assert (run.name, run.mode, run.student, run.teacher, run.seed) == (
         "student-distilled_rl-clean-seed3",
