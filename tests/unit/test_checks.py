@@ -86,7 +86,7 @@ REFUSED = {
     "eos_map text": ({"teacher.eos_map": {"$": 1}}, ["teacher.eos_map is {'$': 1}", "maps token ids to token ids"]),
     "own prompt": (
         {"teacher.prompt": "own"},
-        ["teacher.prompt is own", "not supported by this version's served teacher", "set teacher.prompt=student"],
+        ["teacher.prompt is own", "this version's teachers do not support", "set teacher.prompt=student"],
     ),
     "prompt": ({"teacher.prompt": "mine"}, ["teacher.prompt is 'mine'", "must be student or own"]),
     "distillation loss": (
