@@ -94,7 +94,7 @@ def teacher_choices(config: DictConfig) -> tuple[list[str], dict[int, int], str]
         raise ConfigError(
             f"teacher.eos_map is {eos_map!r}: give the student's id and the teacher's, {{151643: 151645}}"
         )
-    pairs = dict((eos_map or {}).items())
+    pairs: dict[Any, Any] = dict((eos_map or {}).items())
     if not all(isinstance(number, int) and not isinstance(number, bool) for pair in pairs.items() for number in pair):
         raise ConfigError(f"teacher.eos_map is {pairs}: it maps token ids to token ids, such as {{151643: 151645}}")
     names = list(allow or [])
