@@ -5,6 +5,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh --cpu
 . .venv/bin/activate
+# A vocabulary of 151,936 makes the products large: every process may use all cores, unlike in the miniature's runs.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)}
 out=outputs/cpu_dapo shared=${DISTILLED_RL_SHARED:-../shared}/data
 problems=$shared/train/train_dapo.parquet tokenizer=$shared/tokenizer_qwen3
 [ -f "$problems" ] || problems=BytedTsinghua-SIA/DAPO-Math-17k
