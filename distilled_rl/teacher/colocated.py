@@ -19,9 +19,6 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from distilled_rl.config import COLOCATED_MESH, COLOCATED_NODE
 
-# The trainer puts the run's `teacher` node under this key of `actor_rollout_ref`, which is all that a worker is given.
-NODE = COLOCATED_NODE
-
 
 class ColocatedTeacherWorker(ActorRolloutRefWorker):
     """verl's hybrid worker of actor, rollout, and optionally reference policy, with a teacher."""
@@ -31,7 +28,7 @@ class ColocatedTeacherWorker(ActorRolloutRefWorker):
         """Build what verl builds, then the teacher; ``RuntimeError`` names a teacher that cannot be loaded."""
         config = copy.deepcopy(self.config)  # verl takes keys out of its `ref` node
         super().init_model()
-        node = config[NODE]
+        node = config[COLOCATED_NODE]
         try:
             self.teacher = self.ref_worker_cls(config=training_config(config))
             self.teacher.reset()
@@ -78,10 +75,11 @@ def server_fields(log_probs: torch.Tensor, input_ids: torch.Tensor) -> TensorDic
 def training_config(config: DictConfig) -> TrainingWorkerConfig:
     """Return the configuration of the teacher's engine: verl's ``ref`` node with the teacher's model and dtype.
 
-    ``config``: ``actor_rollout_ref`` with the run's teacher under ``NODE``. As verl/workers/engine_workers.py:518 does for
+    ``config``: ``actor_rollout_ref``, which is all that a worker is given; the trainer put the run's ``teacher`` node into it under
+    ``COLOCATED_NODE``. As verl/workers/engine_workers.py:518 does for
     the reference policy.
     """
-    teacher = config[NODE]
+    teacher = config[COLOCATED_NODE]
     config = OmegaConf.create(OmegaConf.to_container(config, resolve=True))  # type: ignore[assignment]
     with open_dict(config):
         config.model.path = teacher.model
