@@ -20,6 +20,8 @@ from distilled_rl.config import ConfigError, DistilledRLConfig
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from distilled_rl.teacher.specs import TeacherSpec
+
 NEVER_BINDS = 1000.0  # a dual clip at this ratio or above is none
 
 
@@ -196,7 +198,8 @@ def _checked(recipe: str, overrides: list[str] | None, warn: bool) -> DictConfig
 
 def describe(config: DictConfig) -> list[tuple[str, str]]:
     """Return the run in plain words, a label and a sentence each. The configuration has passed the checks."""
-    from distilled_rl.checks.values import get, runs, teachers, trainer_gpus
+    from distilled_rl.checks.values import runs, trainer_gpus
+    from distilled_rl.teacher.specs import teacher_specs
 
     actor, rollout, trainer, data = (
         config.actor_rollout_ref.actor,
@@ -204,11 +207,7 @@ def describe(config: DictConfig) -> list[tuple[str, str]]:
         config.trainer,
         config.data,
     )
-    served = [node.model_path for node in teachers(config).values()]
-    if get(config, "teacher.source") == "colocated":
-        served = [f"{config.teacher.model}, {config.teacher.dtype}, beside the student"]
-    elif get(config, "teacher.source") == "temperature":
-        served = [f"the student at temperature {config.teacher.temperature:g}"]
+    specs = [spec for spec in teacher_specs(config) if spec.source != "server" or config.distillation.enabled]
     teacher_gpus = config.distillation.n_gpus_per_node * config.distillation.nnodes
     pool = f", {teacher_gpus} for the teacher" if config.distillation.enabled else ""
     updates = data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
@@ -218,7 +217,7 @@ def describe(config: DictConfig) -> list[tuple[str, str]]:
     return [
         *(("mode", _mode(settings)) for settings in runs(config)),
         ("student", config.actor_rollout_ref.model.path),
-        ("teacher", ", ".join(served) or "none"),
+        *([("teacher", _teacher(spec)) for spec in specs] or [("teacher", "none")]),
         ("data", f"{_rows(config, 'train')}; validation {_rows(config, 'val')}"),
         ("lengths", f"prompts up to {data.max_prompt_length} tokens, responses up to {data.max_response_length}"),
         ("batch", f"{batch}; {updates} update(s) of {actor.ppo_mini_batch_size} prompts"),
@@ -231,6 +230,24 @@ def describe(config: DictConfig) -> list[tuple[str, str]]:
         ),
         ("output", config.run.dir),
     ]
+
+
+def _teacher(spec: TeacherSpec) -> str:
+    what = {
+        "server": f"{spec.model}",
+        "url": f"{spec.model} at {spec.url}" if spec.model else f"{spec.url}",
+        "colocated": f"{spec.model}, {spec.dtype}, beside the student",
+        "temperature": f"the student at temperature {spec.temperature}",
+    }[spec.source]
+    ends = ", ".join(f"{student} as {teacher}" for student, teacher in spec.eos_map.items())
+    return "".join(
+        [
+            f"{spec.key}: " if spec.key is not None else "",
+            what,
+            ", reads its own prompt" if spec.prompt == "own" else "",
+            f", scores end of text {ends}" if ends else "",
+        ]
+    )
 
 
 def _rows(config: DictConfig, split: str) -> str:

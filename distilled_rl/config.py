@@ -18,6 +18,10 @@ COLOCATED_NODE, COLOCATED_MESH = "colocated_teacher", "teacher"
 
 # Which responses the teacher scores.
 SCORED = ("needed", "all")
+# The environment variable by which a run's processes on a machine agree on sockets of their own: see distilled_rl/worker.py.
+SOCKET_BASE = "VERL_ZMQ_BASE_TRAINER_RANK"
+# What the trainer tells the update about responses without advantage.
+SKIP_KEY = "distilled_rl_skip_zero_advantage"
 
 
 class ConfigError(ValueError):
@@ -31,6 +35,7 @@ class DistilledRLConfig:
     ``mode``: the method, a module of :mod:`distilled_rl.methods`. ``options``: that method's own options, written flat in the
     node. ``poll_interval``: seconds between two looks of the replay buffer for finished responses (verl: 2.0).
     ``score``: which responses the teacher scores, "needed" (those that the method can use) or "all".
+    ``skip_zero_advantage``: leave responses whose advantages are all 0 out of the update; None: where that is exact.
     ``reproducible``: fix the sampling seed of every response and the row order, so that one seed gives one run.
     ``seed``: the seed of those. ``dump_steps``: steps whose tensors are written to ``dump_dir`` for offline checks.
     """
@@ -39,6 +44,7 @@ class DistilledRLConfig:
     options: Any
     poll_interval: float = 0.05
     score: str = "needed"
+    skip_zero_advantage: bool | None = None
     reproducible: bool = False
     seed: int = 1
     dump_dir: str | None = None
@@ -137,6 +143,26 @@ def sweep_runs(config: DictConfig) -> list[SweepRun]:
     return list(runs.values())
 
 
+def skip_changes(config: DictConfig) -> str | None:
+    """Return why leaving out responses whose advantages are all 0 would change the update, None where it is exact.
+
+    Exact means: the same sum of gradients over the same normaliser, added up in another order.
+    """
+    actor = config.actor_rollout_ref.actor
+    if actor.entropy_coeff:
+        return f"actor_rollout_ref.actor.entropy_coeff is {actor.entropy_coeff}, and every response has an entropy"
+    if actor.use_kl_loss:
+        return "actor_rollout_ref.actor.use_kl_loss is true, and every response has a KL term"
+    loss = OmegaConf.select(actor, "policy_loss.loss_mode") or "vanilla"
+    if loss != "vanilla":
+        return f"actor_rollout_ref.actor.policy_loss.loss_mode is {loss}, which may use what an advantage of 0 does not scale"
+    if actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.get("loss_scale_factor") is None:
+        return "seq-mean-token-sum-norm divides by the longest response of a micro-batch (set loss_scale_factor)"
+    if actor.strategy not in ("fsdp", "fsdp2"):
+        return f"actor_rollout_ref.actor.strategy is {actor.strategy}, where responses cannot be left out"
+    return None
+
+
 def unknown_key(key: str, known: Iterable[str], mode: str) -> str:
     """Return the message for an unknown configuration key, with the nearest valid one."""
     known = sorted(known)
@@ -153,7 +179,9 @@ def _typed(key: str, value: Any, annotation: Any) -> Any:
             isinstance(item, int) and not isinstance(item, bool) for item in value
         ):
             return tuple(value)
-    elif kind == "bool":
+    elif value is None and "None" in str(annotation):
+        return None
+    elif kind == "bool" or "bool" in str(annotation):
         if isinstance(value, bool):
             return value
     elif kind == "float":
@@ -162,8 +190,6 @@ def _typed(key: str, value: Any, annotation: Any) -> Any:
     elif kind == "int":
         if isinstance(value, int) and not isinstance(value, bool):
             return value
-    elif value is None and "None" in str(annotation):
-        return None
     elif isinstance(value, str):
         return value
     raise ConfigError(f"{key} is {value!r}: expected {annotation if isinstance(annotation, str) else kind}")

@@ -1,8 +1,25 @@
 """Nested jagged tensors [B, j]: choosing rows, and giving tensors one layout."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+
+def from_rows(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return rows [j, ...] of one dtype as a nested tensor [B, j, ...] that knows its longest and shortest row.
+
+    Raises ``ValueError`` when there is no row.
+    """
+    if not rows:
+        raise ValueError("a nested tensor needs at least one row")
+    lengths = torch.tensor([len(row) for row in rows])
+    return torch.nested.nested_tensor_from_jagged(
+        torch.cat(list(rows)),
+        offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+        min_seqlen=int(lengths.min()),
+        max_seqlen=int(lengths.max()),
+    )
 
 
 def per_token(rows: torch.Tensor, like: Any) -> torch.Tensor:

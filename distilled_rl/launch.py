@@ -1,6 +1,7 @@
 """Start a run: environment, checks, then verl's own entry point."""
 
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from distilled_rl.checks import check_run
-from distilled_rl.config import ConfigError
+from distilled_rl.config import SOCKET_BASE, ConfigError
 
 # What a CPU run needs in the environment of every process, before torch, vLLM or verl are imported. Values already set win.
 CPU_ENVIRONMENT: Mapping[str, str] = {
@@ -47,6 +48,9 @@ def prepare_environment(config: DictConfig) -> None:
         values["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // 2))
     for name, value in values.items():
         os.environ.setdefault(name, value)
+    # Ray's workers inherit it; a run in a cluster that is already there has a job id, and so sockets, of its own.
+    if not os.environ.get("RAY_ADDRESS") and OmegaConf.select(config, "ray_kwargs.ray_init.address") is None:
+        os.environ[SOCKET_BASE] = str(1000 * secrets.randbelow(2**31))
     # verl's "file" logger truncates its file (verl/utils/tracking.py:540), so every start of a run gets a file of its own.
     os.environ["VERL_FILE_LOGGER_PATH"] = str(next_log_file(config))
 

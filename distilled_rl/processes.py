@@ -15,8 +15,8 @@ import psutil
 _PR_SET_PDEATHSIG = 1
 
 
-def _die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent dies; elsewhere nothing happens."""
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when the thread that started it ends; elsewhere nothing happens."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -120,7 +120,7 @@ class Watched:
             stdin=subprocess.DEVNULL,
             env=dict(os.environ) | dict(environment or {}),
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
         self._stop = threading.Event()
         self._sampler = threading.Thread(target=self._sample, args=(sample_seconds,), daemon=True)

@@ -1,9 +1,11 @@
 """Recipes: Hydra configurations composed on top of verl's own, and what is wrong with an override that does not fit."""
 
+import copy
 import dataclasses
 import difflib
 import importlib.util
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +16,20 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from distilled_rl.config import ConfigError, DistilledRLConfig
+from distilled_rl.teacher.specs import SEVERAL
 
 _PACKAGE = Path(__file__).resolve().parent
 # Inside the package in a wheel (setup.py puts them there), beside it in a checkout.
 RECIPES = next(
     (path for path in (_PACKAGE / "_recipes", _PACKAGE.parent / "recipes") if path.is_dir()), _PACKAGE / "_recipes"
 )
+# Where each of several teachers has its node.
+BY_KEY = "teacher.by_key"
+OPEN_NODES = (f"{BY_KEY}.", f"{BY_KEY}=", "teacher.eos_map=")
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
@@ -58,14 +64,84 @@ def register_resolvers() -> None:
 def compose(recipe: str, overrides: Sequence[str] = ()) -> DictConfig:
     """Compose a recipe with Hydra overrides (``key=value``, ``group=choice``).
 
+    Entries of ``teacher.by_key`` and ``teacher.eos_map`` are added without the ``+`` of a new key.
+
     Raises :class:`ConfigError` on a bad override; for a key that does not exist it names the nearest one that does.
     """
     path = find_recipe(recipe)
+    overrides = [f"++{override}" if override.startswith(OPEN_NODES) else override for override in overrides]
     try:
-        return _compose(path, overrides)
+        config = _compose(path, overrides)
+        derive_teacher_pool(config)
+        return config
     except COMPOSE_ERRORS as error:
         problems = list(_override_problems(path, overrides)) or [_shorten(error)]
         raise ConfigError(f"recipe {path.name}: " + "; ".join(problems)) from error
+
+
+def derive_teacher_pool(config: DictConfig) -> None:
+    """Have verl serve those of several teachers that are served: for each a copy of ``distillation.teacher_models.teacher_model``,
+    and a pool of as many GPUs as they take together, which the recipes leave out of the trainer's.
+
+    An entry of ``teacher.by_key`` gives ``n_gpus`` (of each node of the pool; ``tensor_parallel`` by default) and
+    ``tensor_parallel`` (1 by default). On a CPU machine Ray is told of as many GPUs as trainer and pool take.
+
+    Does nothing for one teacher. Entries that are no nodes are left to the checks. Raises :class:`ConfigError` for numbers
+    that cannot be.
+    """
+    entries = OmegaConf.select(config, BY_KEY)
+    if OmegaConf.select(config, "teacher.source") != SEVERAL or not isinstance(entries, DictConfig):
+        return
+    nodes = {str(key): entries[key] for key in entries if isinstance(entries[key], DictConfig)}
+    served = {key: node for key, node in nodes.items() if (node.get("source") or "server") == "server"}
+    with open_dict(config):
+        config.teacher.enabled = bool(served)
+        config.teacher.nnodes = (config.teacher.nnodes or 1) if served else 0
+        models = config.distillation.teacher_models
+        template = copy.deepcopy(models.teacher_model)
+        total = 0
+        for name, (key, node) in zip(_node_names(served), served.items(), strict=True):
+            split = _whole(f"{BY_KEY}.{key}.tensor_parallel", node.get("tensor_parallel"), 1)
+            gpus = _whole(f"{BY_KEY}.{key}.n_gpus", node.get("n_gpus"), split)
+            if gpus * config.teacher.nnodes % split:
+                raise ConfigError(
+                    f"{BY_KEY}.{key}.n_gpus is {gpus}, which does not split into servers of tensor_parallel={split}: make it a "
+                    "multiple"
+                )
+            # verl gives the only served teacher the whole pool, and knows it by this name only
+            # (verl/workers/config/distillation.py:290); beside others it drops the name.
+            model = models.teacher_model if len(served) == 1 else copy.deepcopy(template)
+            model.key = key
+            model.model_path = node.get("model")
+            model.num_replicas = gpus * config.teacher.nnodes // split
+            model.inference.tensor_model_parallel_size = split
+            models["teacher_model" if len(served) == 1 else name] = model
+            total += gpus
+        config.teacher.n_gpus = total
+        config.distillation.teacher_key = OmegaConf.select(config, "teacher.key")
+        ray = OmegaConf.select(config, "ray_kwargs.ray_init")
+        if config.trainer.device == "cpu" and ray is not None and ray.get("num_gpus") is not None:
+            needed = config.trainer.n_gpus_per_node * config.trainer.nnodes + total * config.teacher.nnodes
+            ray.num_gpus = max(ray.num_gpus, needed)
+
+
+def _node_names(keys: Iterable[str]) -> list[str]:
+    """Return names for configuration nodes, without dots, none of them ``teacher_model`` or there twice."""
+    names: list[str] = []
+    for key in keys:
+        name = re.sub(r"\W", "_", key)
+        while name in (*names, "teacher_model"):
+            name += "_"
+        names.append(name)
+    return names
+
+
+def _whole(key: str, value: Any, default: int) -> int:
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{key} is {value!r}: must be a whole number >= 1")
+    return value
 
 
 def flatten(config: DictConfig) -> dict[str, Any]:
@@ -103,13 +179,39 @@ def _override_problems(path: Path, overrides: Sequence[str]) -> Iterator[str]:
         config = _compose(path, [str(item.input_line) for item in parsed if item.key_or_group in groups])
     except COMPOSE_ERRORS:
         return
-    known = {*flatten(config), *groups, *(item.key_or_group for item in parsed if item.is_add())}
+    of_groups = _teacher_keys(path)
+    added_keys = {item.key_or_group for item in parsed if item.is_add() or item.is_force_add()}
+    known = {*flatten(config), *groups, *added_keys}
     for item in parsed:
         key = item.key_or_group
-        if item.is_add() or key in known or key.split("@")[0] in groups or key.startswith("hydra."):
+        if key in known or key.split("@")[0] in groups or key.startswith("hydra."):
             continue
         added = "" if item.is_delete() else f" (a key that is really new is written +{item.input_line})"
-        yield _unknown_option(item, config) or _unknown(key, known) + added
+        yield (
+            _unknown_option(item, config) or _of_another_teacher(key, known, of_groups) or _unknown(key, known) + added
+        )
+
+
+def _teacher_keys(path: Path) -> dict[str, list[str]]:
+    """Return the keys of a ``teacher`` node, each with the names of the groups that have it."""
+    groups: dict[str, list[str]] = {}
+    for file in sorted({file for base in (RECIPES, path.parent) for file in (base / "teacher").glob("*.yaml")}):
+        for key in OmegaConf.load(file):
+            groups.setdefault(f"teacher.{key}", []).append(file.stem)
+    return groups
+
+
+def _of_another_teacher(key: str, known: Iterable[str], groups: Mapping[str, list[str]]) -> str | None:
+    """Return which ``teacher`` group an unknown key belongs to, None where none has one like it, or the present one does."""
+    if not key.startswith("teacher."):
+        return None
+    near = nearest(key, {*known, *groups})
+    if near is None or near not in groups or near in known:
+        return None
+    choices = " or ".join(f"teacher={name}" for name in groups[near])
+    if near == key:
+        return f"{key} belongs to {choices}: add that to the command"
+    return f"unknown key {key}: did you mean {near}, which belongs to {choices}?"
 
 
 def _unknown(key: str, known: Iterable[str]) -> str:

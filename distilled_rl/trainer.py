@@ -7,6 +7,7 @@ advantages, and writes them back. ``trainer.v1.trainer_mode=distilled_rl`` selec
 import functools
 import gc
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import ray
 import torch
 import transfer_queue as tq
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.experimental.agent_loop import AgentLoopManager
@@ -23,12 +24,14 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 
-from distilled_rl.config import COLOCATED_NODE, TRAINER_MODE, DistilledRLConfig
+from distilled_rl.config import COLOCATED_NODE, SKIP_KEY, TRAINER_MODE, DistilledRLConfig, skip_changes
 from distilled_rl.diagnostics import teacher_metrics
 from distilled_rl.estimator import flat_groups
 from distilled_rl.jagged import per_token, same_layout
 from distilled_rl.methods import TeacherBatch, every_token, get_method
+from distilled_rl.teacher import vllm_server
 from distilled_rl.teacher.scoring import BatchScorer, require
+from distilled_rl.teacher.specs import teacher_specs
 
 logger = logging.getLogger(__name__)
 
@@ -44,30 +47,34 @@ class DistilledRLTrainer(PPOTrainerSync):
         # any other value gets the asynchronous replay buffer.
         with open_dict(config):
             config.trainer.v1.trainer_mode = "sync"
-        self.teacher_source: str = OmegaConf.select(config, "teacher.source") or "server"
+        self.teachers = teacher_specs(config)
+        vllm_server.register()
         super().__init__(config)
-        if self.method.needs_teacher and not (
-            self.use_teacher_policy or self.teacher_source in ("colocated", "temperature")
-        ):
+        served = any(spec.source == "server" for spec in self.teachers)
+        if self.method.needs_teacher and (not self.teachers or (served and not self.use_teacher_policy)):
             raise ValueError(
-                f"mode {self.method.name!r} needs a teacher, but distillation.enabled is false and teacher.source is "
-                f"{self.teacher_source}: no teacher would be started"
+                f"mode {self.method.name!r} needs a teacher, but distillation.enabled is {self.use_teacher_policy} and the "
+                f"teacher node names {', '.join(spec.name for spec in self.teachers) or 'none'}: no teacher would be started"
             )
         # verl/trainer/ppo/v1/replay_buffer.py:144 polls every 2 s, which dominates a short step.
         self.replay_buffer.poll_interval = self.settings.poll_interval
 
     def _init_resource_pool_mgr(self) -> None:
-        """Give the hybrid worker a teacher when it is to be colocated."""
+        """Put this package's worker in the place of verl's, with teachers in it when they are to be colocated."""
         super()._init_resource_pool_mgr()
-        if self.teacher_source != "colocated":
-            return
-        # Imported here: the module pulls in verl's workers.
+        # Imported here: the modules pull in verl's workers.
         from distilled_rl.teacher.colocated import ColocatedTeacherWorker
+        from distilled_rl.worker import DistilledRLWorker
 
+        beside = {
+            spec.name: {"model": spec.model, "dtype": spec.dtype}
+            for spec in self.teachers
+            if spec.source == "colocated"
+        }
         with open_dict(self.config.actor_rollout_ref):
-            self.config.actor_rollout_ref[COLOCATED_NODE] = self.config.teacher
+            self.config.actor_rollout_ref[COLOCATED_NODE] = beside
         [role] = {Role.ActorRollout, Role.ActorRolloutRef} & self.role_worker_mapping.keys()
-        self.role_worker_mapping[role] = ray.remote(ColocatedTeacherWorker)
+        self.role_worker_mapping[role] = ray.remote(ColocatedTeacherWorker if beside else DistilledRLWorker)
 
     def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
         """Fetch prompts, named by step and position instead of at random when the run is to be reproducible."""
@@ -83,7 +90,7 @@ class DistilledRLTrainer(PPOTrainerSync):
         from distilled_rl.rollout import SEED_KEY, TEACHER_KEY, DistilledRLAgentLoopManager
 
         if isinstance(agent_loop_manager, DistilledRLAgentLoopManager):
-            agent_loop_manager.marks = {TEACHER_KEY: self.method.needs_teacher and not self.selective}
+            agent_loop_manager.marks = {TEACHER_KEY: self.asked_by_agent_loops}
             if self.settings.reproducible:
                 agent_loop_manager.marks[SEED_KEY] = self.settings.seed
         gc.collect()
@@ -105,7 +112,7 @@ class DistilledRLTrainer(PPOTrainerSync):
             data = self._fetch(batch)
             mask: Any = data["response_mask"].bool()
             rows = self._rows_to_score(data["advantages"], mask)
-            teacher_log_probs = self.scorer.log_probs(batch, data, rows, asked=not self.selective)
+            teacher_log_probs = self.scorer.log_probs(batch, data, rows, asked=self.asked_by_agent_loops)
             fields = TeacherBatch(
                 teacher_log_probs=teacher_log_probs,
                 old_log_probs=same_layout(data["old_log_probs"], teacher_log_probs),
@@ -117,6 +124,8 @@ class DistilledRLTrainer(PPOTrainerSync):
             scored = same_layout(mask, teacher_log_probs, mask.values() & per_token(rows, mask))
             metrics.update(teacher_metrics(fields.teacher_log_probs, fields.old_log_probs, scored))
             metrics["teacher/scored_responses"] = rows.float().mean().item()
+            if len(self.teachers) > 1:
+                metrics.update(self._metrics_by_teacher(batch, fields, mask, rows))
             metrics["teacher/scored_tokens"] = sum(
                 tag["seq_len"] for tag, scored_row in zip(batch.tags, rows.tolist(), strict=True) if scored_row
             )
@@ -133,13 +142,46 @@ class DistilledRLTrainer(PPOTrainerSync):
     @functools.cached_property
     def scorer(self) -> BatchScorer:
         """Where the teacher's log-probs come from."""
-        return BatchScorer(self.config, self.teacher_source, self.actor_rollout_wg, self.get_teacher_client)
+        return BatchScorer(self.config, self.teachers, self.actor_rollout_wg, self._teacher_servers)
+
+    def _teacher_servers(self) -> Mapping[str, Sequence[Any]]:
+        """Return the handles of verl's teacher servers, by the teacher's key."""
+        return {} if self.teacher_model_manager is None else self.teacher_model_manager.server_handles
 
     @property
     def selective(self) -> bool:
         """Whether only those responses are scored, after the advantages are known, that the method lets the teacher change."""
         method = self.method
         return self.settings.score == "needed" and method.needs_teacher and method.scores is not every_token
+
+    @property
+    def asked_by_agent_loops(self) -> bool:
+        """Whether the agent loops ask the teacher for each response as it is finished, while others are still generated.
+
+        They hand verl's servers the tokens that the student read and wrote; anything else is the trainer's to ask, later.
+        """
+        plain = all(spec.source == "server" and spec.reads_what_the_student_wrote for spec in self.teachers)
+        return self.method.needs_teacher and plain and not self.selective
+
+    def _metrics_by_teacher(
+        self, batch: KVBatchMeta, fields: TeacherBatch, mask: Any, rows: torch.Tensor
+    ) -> dict[str, float]:
+        """Return the teacher's metrics apart for each of several, ``teacher/NAME/...``, over the rows that it scored."""
+        owners, metrics = self.scorer.teachers_of(batch), {}
+        for spec in self.teachers:
+            mine = torch.tensor([owner is spec for owner in owners])
+            scored = same_layout(mask, fields.mask, mask.values() & per_token(rows & mine, mask))
+            for key, value in teacher_metrics(fields.teacher_log_probs, fields.old_log_probs, scored).items():
+                metrics[key.replace("teacher/", f"teacher/{spec.name}/", 1)] = value
+            metrics[f"teacher/{spec.name}/responses"] = mine.float().mean().item()
+            metrics[f"teacher/{spec.name}/scored_responses"] = (rows & mine).float().mean().item()
+        return metrics
+
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """Update the actor, leaving out responses that cannot change it where the run skips them."""
+        skip = self.settings.skip_zero_advantage
+        batch.extra_info[SKIP_KEY] = skip_changes(self.config) is None if skip is None else skip
+        return super()._update_actor(batch, metrics)
 
     def _rows_to_score(self, advantages: Any, mask: Any) -> torch.Tensor:
         """Return bool [B], the responses that the teacher scores."""

@@ -1,8 +1,9 @@
 """Everything about a run that can be known to be wrong before Ray starts, weights load or verl is imported.
 
 A rule is a generator over the composed configuration that yields one sentence per problem: which key has which value,
-why it cannot work, what to do. :func:`check_run` collects them all. Where verl has a rule of its own the line is cited:
-here it fails in seconds with a remedy, there it is an assertion in a worker, minutes later.
+why it cannot work, what to do; one that is a :class:`~distilled_rl.checks.values.Remark` is a warning. :func:`check_run`
+collects them all. Where verl has a rule of its own the line is cited: here it fails in seconds with a remedy, there it is
+an assertion in a worker, minutes later.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +11,8 @@ from collections.abc import Callable, Iterator
 from omegaconf import DictConfig
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
-from distilled_rl.checks import inputs, notes, settings, sizes
+from distilled_rl.checks import inputs, notes, settings, sizes, teachers
+from distilled_rl.checks.values import Remark
 from distilled_rl.config import ConfigError
 from distilled_rl.recipe import flatten
 
@@ -25,11 +27,12 @@ def check_run(config: DictConfig) -> list[str]:
 
     Raises :class:`ConfigError` with a numbered list of everything that cannot work.
     """
-    problems = list(dict.fromkeys(problem for rule in RULES for problem in _outcome(rule, config)))
+    sentences = list(dict.fromkeys(sentence for rule in RULES for sentence in _outcome(rule, config)))
+    problems = [sentence for sentence in sentences if not isinstance(sentence, Remark)]
     if problems:
         lines = (f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
         raise ConfigError("\n".join([f"{len(problems)} problem(s) in the configuration:", *lines]))
-    return list(notes.notes(config))
+    return [*sentences, *notes.notes(config)]
 
 
 def missing_keys(config: DictConfig) -> Iterator[str]:
@@ -60,8 +63,14 @@ RULES: tuple[Rule, ...] = (
     settings.teacher,
     settings.sampling,
     settings.optimisation,
+    settings.skipping,
     inputs.data,
     inputs.models,
+    teachers.nodes,
+    teachers.pool,
+    teachers.routing,
+    teachers.comparison,
+    teachers.urls,
     sizes.lengths,
     sizes.sync_bucket,
     sizes.pools,

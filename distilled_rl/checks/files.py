@@ -7,6 +7,7 @@ are in :mod:`distilled_rl.checks.inputs`.
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pyarrow.json
 import pyarrow.parquet
 
 from distilled_rl.config import ConfigError
+from distilled_rl.teacher.model_files import model_config
 
 HUB_ID = re.compile(r"([\w.-]+/)?[\w.-]+")
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -49,13 +51,30 @@ def read_table(path: Path) -> tuple[int, pyarrow.Schema]:
             with pyarrow.parquet.ParquetFile(path) as file:
                 return file.metadata.num_rows, file.schema_arrow
         if path.suffix in (".json", ".jsonl"):
-            content = path.read_bytes()
-            is_array = content[:64].lstrip().startswith(b"[")
-            rows = pyarrow.Table.from_pylist(json.loads(content)) if is_array else pyarrow.json.read_json(path)
+            rows = _json_rows(path)
             return rows.num_rows, rows.schema
     except (pyarrow.ArrowException, json.JSONDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as {path.suffix[1:]}: {str(error).splitlines()[0]}") from error
     raise ConfigError(f"{path} has the ending {path.suffix!r}: verl reads .parquet, .json and .jsonl")
+
+
+def _json_rows(path: Path) -> pyarrow.Table:
+    content = path.read_bytes()
+    is_array = content[:64].lstrip().startswith(b"[")
+    return pyarrow.Table.from_pylist(json.loads(content)) if is_array else pyarrow.json.read_json(path)
+
+
+def value_counts(path: Path, column: str) -> Counter[str]:
+    """Return how often each value of a column occurs, as text, in a file that :func:`read_table` can read.
+
+    Of a parquet file only that column is read.
+    """
+    is_parquet = path.suffix == ".parquet"
+    rows = pyarrow.parquet.read_table(path, columns=[column]) if is_parquet else _json_rows(path)
+    counts: Counter[str] = Counter()
+    for entry in rows[column].value_counts().to_pylist():
+        counts[str(entry["values"])] += entry["counts"]
+    return counts
 
 
 def column_problems(path: Path, schema: pyarrow.Schema, prompt_key: str, source_key: str) -> Iterator[str]:
@@ -116,6 +135,24 @@ def small_files_are_there(path: str, folder: Path) -> bool:
     """Whether configuration and tokenizer of a model can be read, not left to a download: see :func:`model_folder`."""
     is_local = hub_is_offline() or Path(path).expanduser().is_dir()
     return is_local or all((folder / name).is_file() for name in ("config.json", "tokenizer.json"))
+
+
+def readable(path: str, tokenizer: str, weights: bool = True) -> tuple[Path, Path] | None:
+    """Return the folders of a model and of its tokenizer if their small files can be read, None if they are still to be
+    downloaded. ``weights``: whether the model is loaded from there.
+
+    Raises :class:`ConfigError` for a path to nothing, and for a folder that lacks something.
+    """
+    folder, tokens = model_folder(path), model_folder(tokenizer)
+    if folder is None or tokens is None:
+        return None
+    if not (small_files_are_there(path, folder) and small_files_are_there(tokenizer, tokens)):
+        return None
+    model_config(folder)  # is read, so that a broken one is an error
+    if weights:
+        for problem in folder_problems(folder, tokens):
+            raise ConfigError(problem)
+    return folder, tokens
 
 
 def downloaded_model_folder(path: str) -> Path:

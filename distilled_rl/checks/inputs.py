@@ -6,11 +6,10 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from distilled_rl.checks import files
-from distilled_rl.checks.values import data_files, get, teacher_choices, total_steps, whole
-from distilled_rl.checks.values import models as models_of
+from distilled_rl.checks.values import Model, data_files, get, is_remote, student, total_steps, whole
 from distilled_rl.config import ConfigError
-from distilled_rl.teacher import compatibility
 from distilled_rl.teacher.model_files import model_config
+from distilled_rl.teacher.specs import teacher_specs
 
 # vllm/v1/attention/backends/cpu_attn.py:59
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -21,7 +20,7 @@ def data(config: DictConfig) -> Iterator[str]:
     prompt_key, source_key = get(config, "data.prompt_key"), get(config, "data.reward_fn_key")
     for key in ("data.train_files", "data.val_files"):
         for path in data_files(config, key):
-            if _is_remote(path):
+            if is_remote(path):
                 continue
             try:
                 rows, schema = files.read_table(Path(path))
@@ -53,7 +52,7 @@ def data_rows(config: DictConfig, split: str) -> int | None:
     """Return the rows of ``data.<split>_files``, before verl drops overlong prompts; None where they are not known."""
     rows = 0
     for path in data_files(config, f"data.{split}_files"):
-        if _is_remote(path):
+        if is_remote(path):
             return None
         try:
             rows += files.read_table(Path(path))[0]
@@ -63,56 +62,35 @@ def data_rows(config: DictConfig, split: str) -> int | None:
     return min(rows, limit) if limit > 0 else rows
 
 
-def _is_remote(path: str) -> bool:
-    """Whether verl downloads the file, so that it cannot be looked at here."""
-    return "://" in path
-
-
 def models(config: DictConfig) -> Iterator[str]:
-    """Student and teachers exist and are whole, the machine can run them, and the teachers can score the student."""
-    whole_models: list[tuple[str, Path, Path] | None] = []
-    for key, path, tokenizer_path in models_of(config):
-        whole_models.append(None)
-        try:
-            folder, tokenizer = files.model_folder(path), files.model_folder(tokenizer_path)
-            model = model_config(folder) if folder is not None else {}
-        except ConfigError as error:
-            yield f"{key}: {error}"
-            continue
-        if folder is None or tokenizer is None:
-            continue
-        is_whole = files.small_files_are_there(path, folder) and files.small_files_are_there(tokenizer_path, tokenizer)
-        if files.hub_is_offline() or Path(path).expanduser().is_dir():
-            for problem in files.folder_problems(folder, tokenizer):
-                is_whole = False
-                yield f"{key}: {problem}"
-        size = files.head_dim(model)
-        if get(config, "trainer.device") == "cpu" and size is not None and size not in CPU_HEAD_DIMS:
-            yield (
-                f"{key}: {path} has attention heads of size {size}: on trainer.device=cpu vLLM computes attention for "
-                f"head_dim {', '.join(map(str, CPU_HEAD_DIMS))} only; use another model, or a GPU"
-            )
-        if is_whole:
-            whole_models[-1] = key, folder, tokenizer
-    if whole_models and (student := whole_models[0]):
-        for teacher in filter(None, whole_models[1:]):
-            yield from _incompatibilities(config, student, teacher)
+    """The student, and the teachers that this run loads, exist and are whole, and the machine can run them."""
+    ours = student(config)
+    loaded = [(ours, True)] if ours is not None else []
+    loaded += [
+        (Model(spec.model_key, spec.model, spec.model), spec.source == "server")
+        for spec in teacher_specs(config)
+        if spec.source in ("server", "colocated") and spec.model is not None
+    ]
+    for model, by_vllm in loaded:
+        yield from _model_problems(config, model, by_vllm)
 
 
-def _incompatibilities(
-    config: DictConfig, student: tuple[str, Path, Path], teacher: tuple[str, Path, Path]
-) -> Iterator[str]:
-    """Yield why a teacher cannot score the student. Each is a key, a model folder, and the folder of its tokenizer.
-
-    Lengths are left to :func:`distilled_rl.checks.sizes.lengths`, which knows the servers' limits too.
-    """
-    allow, eos_map, prompt = teacher_choices(config)
+def _model_problems(config: DictConfig, model: Model, by_vllm: bool) -> Iterator[str]:
+    key, path, _ = model
     try:
-        report = compatibility.compare(
-            student[1], teacher[1], student_tokenizer=student[2], allow=allow, eos_map=eos_map, prompt=prompt
-        )
+        folder, tokenizer = files.model_folder(path), files.model_folder(model.tokenizer)
+        values = model_config(folder) if folder is not None else {}
     except ConfigError as error:
-        yield f"{teacher[0]}: {error}"
+        yield f"{key}: {error}"
         return
-    for line in report.refused:
-        yield f"{teacher[0]}: {line.found}; {line.advice}"
+    if folder is None or tokenizer is None:
+        return
+    if files.hub_is_offline() or Path(path).expanduser().is_dir():
+        for problem in files.folder_problems(folder, tokenizer):
+            yield f"{key}: {problem}"
+    size = files.head_dim(values)
+    if by_vllm and get(config, "trainer.device") == "cpu" and size is not None and size not in CPU_HEAD_DIMS:
+        yield (
+            f"{key}: {path} has attention heads of size {size}: on trainer.device=cpu vLLM computes attention for "
+            f"head_dim {', '.join(map(str, CPU_HEAD_DIMS))} only; use another model, or a GPU"
+        )

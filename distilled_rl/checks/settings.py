@@ -12,18 +12,16 @@ from distilled_rl.checks.values import (
     get,
     real,
     runs,
-    teacher_choices,
     teachers,
     total_steps,
     whole,
 )
-from distilled_rl.config import TRAINER_MODE
+from distilled_rl.config import TRAINER_MODE, skip_changes
 from distilled_rl.methods import get_method
+from distilled_rl.teacher.specs import SEVERAL, SOURCES, teacher_specs
 
 ESTIMATORS = ("grpo", "distilled_rl")
 AGENT_LOOPS = "distilled_rl.rollout.DistilledRLAgentLoopManager"
-SOURCES = ("server", "colocated", "temperature", "none")
-DTYPES = ("fp32", "bf16")
 # What keeps verl's own distillation loss out of the update.
 NO_DISTILLATION_LOSS = {"loss_mode": "none", "use_task_rewards": True, "use_policy_gradient": False}
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -66,15 +64,14 @@ def teacher(config: DictConfig) -> Iterator[str]:
     """A mode that needs a teacher has one, no other mode pays for one, and it acts through the advantages only."""
     settings = runs(config)
     asking = [run.mode for run in settings if run.needs_teacher]
-    source, served = get(config, "teacher.source"), get(config, "distillation.enabled")
-    if source not in (None, *SOURCES):
-        yield f"teacher.source is {source!r}: must be one of {', '.join(SOURCES)}"
-        return
-    if source in ("colocated", "temperature"):
-        if served:
-            yield f"teacher.source is {source}, but distillation.enabled is true: two teachers; set teacher.enabled=false"
-        yield from _colocated_teacher(config) if source == "colocated" else _temperature_teacher(config)
-    elif not served:
+    sources, pool = [spec.source for spec in teacher_specs(config)], get(config, "distillation.enabled")
+    if not set(sources) <= set(SOURCES):
+        return  # another rule's to name
+    if pool and "server" not in sources:
+        what = get(config, "teacher.source")
+        others = "none of the teachers is served" if what == SEVERAL else f"teacher.source is {what}"
+        yield f"{others}, but distillation.enabled is true: two teachers; set teacher.enabled=false"
+    elif not pool and "server" in (sources or ["server"]):
         if asking:
             yield (
                 f"mode {asking[0]!r} needs a teacher, but distillation.enabled is false (teacher.enabled in the "
@@ -82,15 +79,12 @@ def teacher(config: DictConfig) -> Iterator[str]:
             )
         return
     if not asking:
-        what = "distillation.enabled is true" if served else f"teacher.source is {source}"
+        what = "distillation.enabled is true" if pool else f"teacher.source is {get(config, 'teacher.source')}"
         yield (
             f"mode {settings[0].mode!r} uses no teacher, but {what}: a teacher would be loaded "
             "and score every response for nothing; add teacher=none"
         )
-    for key in teachers(config):
-        if get(config, f"{key}.model_path") is None:
-            yield f"{key}.model_path is null: set teacher.model=PATH"
-    for name, value in NO_DISTILLATION_LOSS.items() if served else ():
+    for name, value in NO_DISTILLATION_LOSS.items() if pool else ():
         key = f"distillation.distillation_loss.{name}"
         if get(config, key) != value:
             yield (
@@ -102,40 +96,6 @@ def teacher(config: DictConfig) -> Iterator[str]:
             "algorithm.rollout_correction.bypass_mode is true: verl then skips the old log-probs, which the teacher's "
             "ratio is taken against; set it to false"
         )
-    _allow, eos_map, prompt = teacher_choices(config)
-    if prompt != "student":
-        yield (
-            f"teacher.prompt is {prompt}, which this version's teachers do not support: they read the tokens "
-            "that the student read; set teacher.prompt=student"
-        )
-    if eos_map:
-        yield (
-            f"teacher.eos_map is {eos_map}, which this version's trainer does not apply: the student's end tokens would "
-            "be scored as they are; set teacher.eos_map={} and give both models the same eos_token"
-        )
-
-
-def _temperature_teacher(config: DictConfig) -> Iterator[str]:
-    """The student at another temperature than the one it samples at."""
-    temperature, sampled = real(config, "teacher.temperature"), real(config, f"{ROLLOUT}.temperature")
-    if not temperature > 0:
-        yield f"teacher.temperature is {temperature}: must be > 0"
-    elif temperature == sampled:
-        yield (
-            f"teacher.temperature is {temperature}, as {ROLLOUT}.temperature: the teacher would be the student itself and "
-            "change nothing; use another one"
-        )
-
-
-def _colocated_teacher(config: DictConfig) -> Iterator[str]:
-    """The teacher's own settings are valid."""
-    if OmegaConf.select(config, "teacher.model", throw_on_missing=True) is None:
-        yield "teacher.model is null: set teacher.model=PATH"
-    if (dtype := get(config, "teacher.dtype")) not in DTYPES:
-        yield f"teacher.dtype is {dtype!r}: must be one of {', '.join(DTYPES)}"
-    strategy = get(config, f"{ACTOR}.strategy")
-    if strategy not in ("fsdp", "fsdp2"):
-        yield f"{ACTOR}.strategy is {strategy!r}: a colocated teacher needs fsdp or fsdp2; use a served one"
 
 
 def sampling(config: DictConfig) -> Iterator[str]:
@@ -145,7 +105,8 @@ def sampling(config: DictConfig) -> Iterator[str]:
         yield f"{ROLLOUT}.temperature is {temperature}: the responses of a group would all be the same; use 1.0"
     if real(config, f"{ROLLOUT}.val_kwargs.temperature") < 0:
         yield f"{ROLLOUT}.val_kwargs.temperature is negative: use 0 (greedy) or more"
-    served = teachers(config)
+    # vLLM's prompt log-probs do not depend on the sampling parameters
+    served = bool(teachers(config)) or any(spec.source == "url" for spec in teacher_specs(config))
     if served and temperature > 0 and temperature != 1:
         yield (
             f"{ROLLOUT}.temperature is {temperature}: a served teacher's log-probs are at temperature 1, the student's "
@@ -182,3 +143,12 @@ def optimisation(config: DictConfig) -> Iterator[str]:
             "one"
         )
     total_steps(config)
+
+
+def skipping(config: DictConfig) -> Iterator[str]:
+    """Responses without advantage are left out of the update only where that changes nothing."""
+    if any(run.skip_zero_advantage for run in runs(config)) and (reason := skip_changes(config)):
+        yield (
+            f"distilled_rl.skip_zero_advantage is true, but {reason}: an update without the responses whose advantages "
+            "are all 0 would be another one; set it to null (only where it is exact) or false"
+        )

@@ -10,32 +10,33 @@ from distilled_rl.checks.values import (
     MODEL,
     REF,
     ROLLOUT,
-    colocated,
     get,
-    models,
     sequence_parallel,
+    student,
     teachers,
     trainer_gpus,
     whole,
 )
 from distilled_rl.config import ConfigError
 from distilled_rl.teacher.model_files import model_config
+from distilled_rl.teacher.specs import teacher_specs
 
 
 def lengths(config: DictConfig) -> Iterator[str]:
     """Every server takes the longest prompt with the longest response, and so does the trainer's token budget."""
     prompt, response = whole(config, "data.max_prompt_length"), whole(config, "data.max_response_length")
     longest = f"data.max_prompt_length={prompt} + data.max_response_length={response}"
-    yield from _server_lengths(config, f"{ROLLOUT}.max_model_len", f"{MODEL}.path", prompt + response, longest)
-    for key in teachers(config):  # verl/workers/config/distillation.py:166: a teacher server also generates one token
-        limit, model = f"{key}.inference.max_model_len", f"{key}.model_path"
-        yield from _server_lengths(config, limit, model, prompt + response + 1, f"{longest} + 1 generated token")
-    if colocated(config):
-        positions = _positions(next((model.path for model in models(config) if model.key == "teacher.model"), None))
+    path = get(config, f"{MODEL}.path")
+    yield from _server_lengths(config, f"{ROLLOUT}.max_model_len", path, prompt + response, longest)
+    for key in teachers(config):  # verl/workers/config/distillation.py:172: a teacher server also generates one token
+        limit, path = f"{key}.inference.max_model_len", get(config, f"{key}.model_path")
+        yield from _server_lengths(config, limit, path, prompt + response + 1, f"{longest} + 1 generated token")
+    for spec in teacher_specs(config):  # of a teacher behind a URL the server tells, see checks/teachers.py
+        positions = _positions(spec.model) if spec.source == "colocated" else None
         if positions is not None and prompt + response > positions:
             yield (
-                f"teacher.model: max_position_embeddings is {positions}, but {longest} = {prompt + response}: shorten the "
-                "lengths, or use another teacher"
+                f"{spec.model_key}: max_position_embeddings is {positions}, but {longest} = {prompt + response}: shorten "
+                "the lengths, or use another teacher"
             )
     if get(config, f"{ACTOR}.use_dynamic_bsz"):
         for key in (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"):
@@ -44,14 +45,13 @@ def lengths(config: DictConfig) -> Iterator[str]:
                 yield f"{key} gives room for {budget} tokens, but {longest} = {prompt + response}: raise it to that"
 
 
-def _server_lengths(config: DictConfig, key: str, model_key: str, needed: int, longest: str) -> Iterator[str]:
+def _server_lengths(config: DictConfig, key: str, path: str | None, needed: int, longest: str) -> Iterator[str]:
     limit = get(config, key)
     if limit is not None and whole(config, key) < needed:
         yield (
             f"{key} is {limit}, but {longest} = {needed}: raise dataset.max_model_len to {needed}, or shorten the "
             "lengths"
         )
-    path = next((model.path for model in models(config) if model.key == model_key), None)
     positions = _positions(path)
     # verl/workers/rollout/vllm_rollout/vllm_async_server.py:1103
     if positions is not None and max(limit or 0, needed) > positions:
@@ -74,9 +74,9 @@ def sync_bucket(config: DictConfig) -> Iterator[str]:
     """On a CPU, the student's largest weight, its embedding, fits into the buffer that carries weights to vLLM."""
     if config.trainer.device != "cpu":  # elsewhere verl sends such a weight on its own
         return
-    path = next((model.path for model in models(config) if model.key == f"{MODEL}.path"), None)
+    ours = student(config)
     try:
-        folder = files.model_folder(path) if path is not None else None
+        folder = files.model_folder(ours.path) if ours is not None else None
         model = model_config(folder) if folder is not None else {}
     except ConfigError:
         return  # another rule's to name
@@ -85,7 +85,7 @@ def sync_bucket(config: DictConfig) -> Iterator[str]:
     key = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
     if needed > whole(config, key) << 20:  # verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py:142
         yield (
-            f"{key} is {whole(config, key)}, but the embedding of {path} takes {needed / 2**20:.1f} MiB: raise it to "
+            f"{key} is {whole(config, key)}, but the embedding of {ours and ours.path} takes {needed / 2**20:.1f} MiB: raise it to "
             f"{-(-needed >> 20)}"
         )
 

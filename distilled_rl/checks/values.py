@@ -1,13 +1,12 @@
 """Reading a composed configuration: a value that is missing or of the wrong type ends the rule that reads it."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from distilled_rl.config import TRAINER_MODE, ConfigError, DistilledRLConfig, sweep_runs
-from distilled_rl.teacher import compatibility
 
 # The trainer of distilled_rl.sweep, a module that imports verl.
 SWEEP_MODE = "distilled_rl_sweep"
@@ -56,9 +55,8 @@ def teachers(config: DictConfig) -> Mapping[str, DictConfig]:
     return {f"{TEACHERS}.{name}": entries[name] for name in entries if len(entries) == 1 or name != "teacher_model"}
 
 
-def colocated(config: DictConfig) -> bool:
-    """Whether the teacher is held beside the student, in verl's FSDP workers."""
-    return get(config, "teacher.source") == "colocated"
+class Remark(str):
+    """A sentence of a rule that is a warning, not a problem."""
 
 
 class Model(NamedTuple):
@@ -69,37 +67,12 @@ class Model(NamedTuple):
     tokenizer: str
 
 
-def models(config: DictConfig) -> Iterator[Model]:
-    """Yield the student, then the teachers, leaving out those without a path."""
-    student = get(config, f"{MODEL}.path")
-    if student is not None:
-        yield Model(f"{MODEL}.path", str(student), str(get(config, f"{MODEL}.tokenizer_path") or student))
-    for key in teachers(config):
-        if (path := get(config, f"{key}.model_path")) is not None:
-            yield Model(f"{key}.model_path", str(path), str(path))
-    if colocated(config) and (path := OmegaConf.select(config, "teacher.model")) is not None:
-        yield Model("teacher.model", str(path), str(path))
-
-
-def teacher_choices(config: DictConfig) -> tuple[list[str], dict[int, int], str]:
-    """Return ``teacher.allow``, ``teacher.eos_map`` and ``teacher.prompt``, see :func:`compatibility.compare`.
-
-    Raises :class:`ConfigError` for a choice that does not exist, or is of another kind.
-    """
-    allow, eos_map = get(config, "teacher.allow"), get(config, "teacher.eos_map")
-    prompt = get(config, "teacher.prompt") or "student"
-    if not isinstance(allow, ListConfig | None):
-        raise ConfigError(f"teacher.allow is {allow!r}: give a list of names, such as teacher.allow=[eos]")
-    if not isinstance(eos_map, DictConfig | None):
-        raise ConfigError(
-            f"teacher.eos_map is {eos_map!r}: give the student's id and the teacher's, {{151643: 151645}}"
-        )
-    pairs: dict[Any, Any] = dict((eos_map or {}).items())
-    if not all(isinstance(number, int) and not isinstance(number, bool) for pair in pairs.items() for number in pair):
-        raise ConfigError(f"teacher.eos_map is {pairs}: it maps token ids to token ids, such as {{151643: 151645}}")
-    names = list(allow or [])
-    compatibility.check_choices(names, prompt)
-    return names, pairs, prompt
+def student(config: DictConfig) -> Model | None:
+    """Return the student, None where it has no path."""
+    path = get(config, f"{MODEL}.path")
+    if path is None:
+        return None
+    return Model(f"{MODEL}.path", str(path), str(get(config, f"{MODEL}.tokenizer_path") or path))
 
 
 def data_files(config: DictConfig, key: str) -> list[str]:
@@ -109,6 +82,11 @@ def data_files(config: DictConfig, key: str) -> list[str]:
     if not files or not all(isinstance(file, str) and file for file in files):
         raise ConfigError(f"{key} is {value}: give the path of a file, or a list of paths")
     return files
+
+
+def is_remote(path: str) -> bool:
+    """Whether verl downloads the file, so that it cannot be looked at here."""
+    return "://" in path
 
 
 def total_steps(config: DictConfig) -> int | None:

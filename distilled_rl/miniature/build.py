@@ -30,6 +30,7 @@ import transformers
 
 from distilled_rl.miniature import generate, models, recipes, sft, task
 from distilled_rl.miniature.tokenizer import save_tokenizer
+from distilled_rl.processes import die_with_parent
 
 Log = Callable[[str], None]
 
@@ -99,7 +100,8 @@ def _side_by_side(jobs: dict[str, tuple], workers: int) -> dict[str, dict[str, f
     """Run `_build_model` on each job's arguments; the figures by name. One worker means this very process."""
     if workers == 1 or len(jobs) == 1:
         return {name: _build_model(*job) for name, job in jobs.items()}
-    with ProcessPoolExecutor(min(workers, len(jobs)), mp_context=multiprocessing.get_context("spawn")) as pool:
+    count, context = min(workers, len(jobs)), multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, mp_context=context, initializer=die_with_parent) as pool:
         futures = {name: pool.submit(_build_model, *job) for name, job in jobs.items()}
         return {name: future.result() for name, future in futures.items()}
 

@@ -5,14 +5,10 @@ verl starts the teacher pool only when ``distillation.enabled`` is true, and the
 reaches the update through the advantages alone. (A coefficient of 0 on one of verl's losses would not do: 0 * inf is nan.)
 """
 
-import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from tensordict import TensorDict
-from verl.experimental.teacher_loop.teacher_manager import AsyncTeacherLLMServerManager
 from verl.trainer.distillation.losses import (
     DISTILLATION_LOSS_REGISTRY,
     DistillationLossSettings,
@@ -41,43 +37,32 @@ if LOSS_MODE not in DISTILLATION_LOSS_REGISTRY:
     )(no_distillation_loss)
 
 
-class ServedTeacher:
-    """verl's teacher servers, asked by the trainer for the rows that it chooses, after the advantages are known.
+def server_fields(log_probs: torch.Tensor, input_ids: torch.Tensor) -> TensorDict:
+    """Return an engine's log-probs, nested [B, j], as verl's teacher server writes them: ``teacher_logprobs`` float32 and
+    ``teacher_ids`` int32, nested [B, j, 1].
 
-    (The agent loops ask for every row as it is finished, which overlaps with generation.)
+    Entry p of a row is the log-prob of token p + 1 in both; the engine's last entry is that of a token that is not there.
     """
-
-    def __init__(self, config: DictConfig, clients: dict[str, Any]) -> None:
-        self._manager = AsyncTeacherLLMServerManager(config, clients)
-
-    def score(self, sequences: Sequence[torch.Tensor], routes: Sequence[Any]) -> TensorDict:
-        """Score whole sequences of token ids, int [j] each, by the teachers that ``routes`` name (None: the only one).
-
-        Returns ``teacher_logprobs`` and ``teacher_ids`` as the agent loops write them, nested [B, j, 1].
-        Raises what the server raised, with the names of the teachers.
-        """
-        try:
-            scored = asyncio.run(self._score(sequences, routes))
-        except Exception as error:
-            paths = [teacher.model_path for teacher in self._manager.teacher_model_configs.values()]
-            raise RuntimeError(f"the teacher server of {', '.join(map(str, paths))} failed: {error}") from error
-        ids, log_probs = zip(*scored, strict=True)
-        return TensorDict(
-            {
-                "teacher_logprobs": torch.nested.as_nested_tensor(list(log_probs), layout=torch.jagged),
-                "teacher_ids": torch.nested.as_nested_tensor(list(ids), layout=torch.jagged),
-            },
-            batch_size=len(sequences),
+    nested: Any = log_probs
+    offsets, given = nested.offsets(), input_ids.values()
+    if not torch.equal(offsets, input_ids.offsets()):  # type: ignore[attr-defined]
+        raise ValueError(
+            f"the teacher's engine scored rows of {offsets.diff().tolist()[:8]}… tokens instead of "
+            f"{input_ids.offsets().diff().tolist()[:8]}…"  # type: ignore[attr-defined]
         )
-
-    async def _score(
-        self, sequences: Sequence[torch.Tensor], routes: Sequence[Any]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        requests = (
-            self._manager.compute_teacher_logprobs_single(sequence_ids=sequence.tolist(), routing_key=route)
-            for sequence, route in zip(sequences, routes, strict=True)
-        )
-        return await asyncio.gather(*requests)
+    ids = given.roll(-1).int()
+    values = nested.values().float().clone()
+    last = offsets[1:] - 1
+    ids[last], values[last] = 0, 0.0
+    lengths = {"min_seqlen": nested._get_min_seqlen(), "max_seqlen": nested._get_max_seqlen()}
+    fields = {"teacher_logprobs": values, "teacher_ids": ids}
+    return TensorDict(
+        {
+            name: torch.nested.nested_tensor_from_jagged(field[:, None], offsets=offsets, **lengths)
+            for name, field in fields.items()
+        },
+        batch_size=len(offsets) - 1,
+    )
 
 
 def align_teacher_log_probs(
@@ -90,8 +75,8 @@ def align_teacher_log_probs(
     (verl/workers/rollout/vllm_rollout/utils.py, ``extract_prompt_logprobs``). ``responses`` int and ``response_mask``: nested
     [B, j] over the response.
 
-    Raises ``ValueError`` when the teacher scored a token that the student did not sample, or when a response of at
-    least ``PLACEHOLDER_TOKENS`` live tokens carries placeholder zeros only.
+    Raises ``ValueError`` when the teacher scored a token that the student did not sample, when it gave a live token no finite
+    log-prob, or when a response of at least ``PLACEHOLDER_TOKENS`` live tokens carries placeholder zeros only.
     """
     mask: Any = response_mask  # torch declares no methods of nested tensors
     log_probs = response_from_nested(teacher_log_probs, response_mask)
@@ -112,6 +97,14 @@ def align_teacher_log_probs(
             f"the teacher scored token id {int(scored[first])} where the student sampled {int(sampled[first])} (response "
             f"{int(rows[first])}; {int(wrong.sum())} of {int(live.sum())} tokens differ): teacher and student must share "
             "token ids and see the same sequence"
+        )
+    broken = live & ~values.isfinite()
+    if broken.any():
+        first = int(broken.nonzero()[0])
+        raise ValueError(
+            f"the teacher's log-prob of token id {int(sampled[first])} is {values[first].item()} (response {int(rows[first])}; "
+            f"{int(broken.sum())} of {int(live.sum())} tokens are not finite): its weights or its dtype are broken, or it masks "
+            "tokens that the student writes"
         )
     count = torch.zeros(response_mask.size(0), dtype=torch.long).index_add_(0, rows, live.long())
     zeros = torch.zeros_like(count).index_add_(0, rows, (live & (values == 0)).long())

@@ -129,6 +129,7 @@ def run_advantage(
     from distilled_rl.config import DistilledRLConfig
     from distilled_rl.methods import get_method
     from distilled_rl.teacher import scoring
+    from distilled_rl.teacher.specs import TeacherSpec
 
     queue = Queue(fields)
     for place in (module, scoring):
@@ -137,7 +138,8 @@ def run_advantage(
     trainer = object.__new__(module.DistilledRLTrainer)
     trainer.settings = DistilledRLConfig.from_dict({"score": "all", **node})
     trainer.method = get_method(trainer.settings.mode)
-    trainer.global_steps, trainer.teacher_source, trainer.actor_rollout_wg = 1, "server", None
+    trainer.global_steps, trainer.actor_rollout_wg = 1, None
+    trainer.teachers = (TeacherSpec(key=None, where="teacher", name="t", source="server", model="org/t"),)
     trainer.config = OmegaConf.create({"algorithm": {"use_kl_in_reward": False}})
     keys = keys or [f"uid{row}_0_0" for row in range(fields["advantages"].size(0))]
     metrics: dict[str, float] = {}

@@ -76,18 +76,15 @@ REFUSED = {
         {"distillation.enabled": False},
         ["mode 'distilled_rl' needs a teacher", "distillation.enabled is false", "teacher=local teacher.model=PATH"],
     ),
-    "teacher null": ({"teacher.model": None}, [f"{TEACHER}.model_path is null", "set teacher.model=PATH"]),
+    "teacher null": ({"teacher.model": None}, ["teacher.model is null", "set teacher.model=PATH"]),
     "allow": (
         {"teacher.allow": ["eos", "all"]},
         ["teacher.allow names all", "only eos, special_tokens, template can be allowed"],
     ),
     "allow text": ({"teacher.allow": "eos"}, ["teacher.allow is 'eos'", "give a list of names"]),
-    "eos_map": ({"teacher.eos_map": {1: 1}}, ["teacher.eos_map is {1: 1}", "does not apply", "set teacher.eos_map={}"]),
+    "eos_map": ({"teacher.eos_map": {7: 1}}, ["teacher.model: eos_map maps 7", "the student ends a text with 1"]),
     "eos_map text": ({"teacher.eos_map": {"$": 1}}, ["teacher.eos_map is {'$': 1}", "maps token ids to token ids"]),
-    "own prompt": (
-        {"teacher.prompt": "own"},
-        ["teacher.prompt is own", "this version's teachers do not support", "set teacher.prompt=student"],
-    ),
+    "own prompt": ({"teacher.prompt": "own"}, ["teacher.prompt is own", "has no chat template", "set it to student"]),
     "prompt": ({"teacher.prompt": "mine"}, ["teacher.prompt is 'mine'", "must be student or own"]),
     "distillation loss": (
         {f"{DISTILLATION}.distillation_loss.loss_mode": "k3"},
@@ -201,7 +198,11 @@ REFUSED = {
         {"student.model": "/nowhere/model"},
         [f"{STUDENT}: /nowhere/model does not exist", "give the folder of a model, or a hub name"],
     ),
-    "no such teacher": ({"teacher.model": "./nowhere"}, [f"{TEACHER}.model_path: ./nowhere does not exist"]),
+    "skipping": (
+        {"distilled_rl.skip_zero_advantage": True, f"{ACTOR}.entropy_coeff": 0.01},
+        ["distilled_rl.skip_zero_advantage is true", "entropy_coeff is 0.01", "set it to null"],
+    ),
+    "no such teacher": ({"teacher.model": "./nowhere"}, ["teacher.model: ./nowhere does not exist"]),
     "mandatory": ({"student.model": "???"}, ["student.model has no value (???)", "add student.model=VALUE"]),
     "mandatory mode": ({"distilled_rl.mode": "???"}, ["distilled_rl.mode has no value (???)"]),
     "broken reference": ({"data.max_prompt_length": "${dataset.prompt}"}, ["dataset.prompt"]),
@@ -236,50 +237,12 @@ def test_pure_distillation_may_sample_one_response_per_prompt(make_run):
     assert check_run(make_run("opd", {f"{ROLLOUT}.n": 1, **sizes})) == []
 
 
-COLOCATED = {
-    "teacher.source": "colocated",
-    "teacher.enabled": False,
-    "teacher.dtype": "bf16",
-    "teacher.score": "needed",
-}
-
-
-def test_a_colocated_teacher_is_a_teacher(make_run):
-    assert check_run(make_run(changes=COLOCATED)) == []
-    # its log-probs are at the rollout temperature, as the student's are
-    assert check_run(make_run(changes=COLOCATED | {f"{ROLLOUT}.temperature": 0.6})) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "needles"),
-    [
-        ({"teacher.enabled": True}, ["teacher.source is colocated", "two teachers", "teacher.enabled=false"]),
-        ({"teacher.dtype": "int8"}, ["teacher.dtype is 'int8'", "fp32, bf16"]),
-        ({"distilled_rl.score": "some"}, ["distilled_rl.score is 'some'", "needed, all"]),
-        ({"teacher.source": "somewhere"}, ["teacher.source is 'somewhere'", "server, colocated, temperature, none"]),
-        ({"teacher.model": None}, ["teacher.model is null", "set teacher.model=PATH"]),
-        ({"teacher.model": "/nowhere/teacher"}, ["teacher.model: /nowhere/teacher does not exist"]),
-        ({"distilled_rl": {"mode": "grpo"}}, ["mode 'grpo' uses no teacher", "add teacher=none"]),
-    ],
-)
-def test_colocated_teacher_refused(make_run, changes, needles):
-    message = refusal(make_run(changes=COLOCATED | changes))
-    assert all(needle in message for needle in needles), message
-
-
-def test_the_student_at_another_temperature(make_run):
-    own = {"teacher.source": "temperature", "teacher.enabled": False, "teacher.model": None}
-    assert check_run(make_run(changes=own | {"teacher.temperature": 0.6})) == []
-    for value, needle in ((1.0, "would be the student itself"), (0, "must be > 0"), ("warm", "must be a number")):
-        assert needle in refusal(make_run(changes=own | {"teacher.temperature": value}))
-
-
-def test_colocated_teacher_with_too_few_positions(make_run, tmp_path):
-    teacher = write_model(tmp_path / "teacher", max_position_embeddings=NEEDED - 1)
-    message = refusal(make_run(changes=COLOCATED | {"teacher.model": str(teacher)}))
-    assert f"teacher.model: max_position_embeddings is {NEEDED - 1}" in message
-    teacher = write_model(tmp_path / "exact", max_position_embeddings=NEEDED)
-    assert check_run(make_run(changes=COLOCATED | {"teacher.model": str(teacher)})) == []
+@pytest.mark.parametrize("value", [None, False])
+def test_responses_need_not_be_skipped(make_run, value):
+    assert (
+        check_run(make_run(changes={"distilled_rl.skip_zero_advantage": value, f"{ACTOR}.entropy_coeff": 0.01})) == []
+    )
+    assert check_run(make_run(changes={"distilled_rl.skip_zero_advantage": True})) == []
 
 
 def test_sweep_is_checked_run_by_run(make_run):
@@ -309,15 +272,6 @@ def test_embedding_that_the_weight_sync_cannot_carry(make_run, tmp_path):
     assert check_run(make_run(changes={"student.model": str(student), key: 5})) == []
     message = refusal(make_run(changes={"student.model": str(student), key: 4}))
     assert f"{key} is 4, but the embedding of {student} takes 4.0 MiB: raise it to 5" in message
-
-
-def test_several_teachers_fill_the_pool_exactly(make_run, assets):
-    entry = OmegaConf.to_container(make_run().distillation.teacher_models.teacher_model, resolve=False)
-    changes = {f"{DISTILLATION}.teacher_models.{key}": {**entry, "key": key} for key in ("algebra", "geometry")}
-    pool = {"teacher.n_gpus": 2, "ray_kwargs.ray_init.num_gpus": 3}
-    assert check_run(make_run(changes=changes | pool)) == []
-    message = refusal(make_run(changes=changes | pool | {"teacher.n_gpus": 1}))
-    assert "distillation.n_gpus_per_node: the teacher pool has 1 GPU(s), the teachers take 2" in message
 
 
 # ---- data files ----
@@ -428,7 +382,7 @@ def test_incomplete_model(make_run, tmp_path, role, pattern, fragment):
     for file in folder.glob(pattern):
         file.unlink()
     message = refusal(make_run(changes={f"{role}.model": str(folder)}))
-    assert fragment in message and (STUDENT if role == "student" else f"{TEACHER}.model_path") in message
+    assert fragment in message and (STUDENT if role == "student" else "teacher.model") in message
 
 
 def test_tokenizer_in_a_folder_of_its_own(make_run, tmp_path):
@@ -461,7 +415,12 @@ def test_hub_name_offline_and_not_in_the_cache(make_run, monkeypatch):
 def test_hub_name_online_is_left_to_the_download(make_run, monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
-    assert check_run(with_student(make_run, "nobody/no-such-model")) == []
+    assert check_run(make_run("grpo", {"student.model": "nobody/no-such-model"})) == []
+    (warning,) = check_run(with_student(make_run, "nobody/no-such-model"))
+    assert warning.startswith("teacher.model: the teacher teacher was not compared with the student, as the student's")
+    assert "distilled-rl check-teacher STUDENT TEACHER" in warning
+    (warning,) = check_run(make_run(changes={"teacher.model": "nobody/no-such-model"}))
+    assert "the teacher no-such-model was not compared with the student, as the teacher's configuration" in warning
 
 
 def test_hub_name_offline_and_in_the_cache(make_run, monkeypatch, tmp_path):
@@ -510,7 +469,7 @@ def with_teacher(make_run, tmp_path, **model):
 def test_same_token_with_another_id(make_run, tmp_path):
     vocabulary = VOCABULARY | {"8": 11, "9": 10}
     message = refusal(with_teacher(make_run, tmp_path, vocabulary=vocabulary))
-    assert f"{TEACHER}.model_path: 2 of the student's 14 tokens have another id, or none, for the teacher" in message
+    assert "teacher.model: 2 of the student's 14 tokens have another id, or none, for the teacher" in message
     assert "'8': 10 and 11" in message and "use a teacher with the student's tokenizer" in message
 
 
@@ -560,14 +519,14 @@ def test_chat_template_of_the_teacher_differs(make_run, tmp_path):
     folder = write_model(tmp_path / "teacher")
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     message = refusal(make_run(changes={"teacher.model": str(folder)}))
-    assert f"{TEACHER}.model_path: the student has no chat template, the other has one" in message
+    assert "teacher.model: the student has no chat template, the other has one" in message
 
 
 def test_tokenizer_that_cannot_be_compared(make_run, tmp_path):
     folder = write_model(tmp_path / "teacher")
     (folder / "tokenizer.json").unlink()
     message = refusal(make_run(changes={"teacher.model": str(folder)}))
-    assert f"{TEACHER}.model_path: {folder / 'tokenizer.json'} does not exist" in message
+    assert f"teacher.model: {folder / 'tokenizer.json'} does not exist" in message
 
 
 # ---- warnings ----

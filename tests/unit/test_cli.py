@@ -55,6 +55,40 @@ def test_describe_without_a_teacher_and_with_the_authors_loss(make_run):
     assert lines["loss"].endswith("dual clip 3")
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"source": "colocated", "enabled": False, "dtype": "bf16", "model": "/m"}, "/m, bf16, beside the student"),
+        ({"source": "temperature", "enabled": False, "temperature": 0.6}, "the student at temperature 0.6"),
+        ({"source": "url", "enabled": False, "url": "http://x", "model": None}, "http://x"),
+        ({"source": "url", "enabled": False, "url": "http://x", "model": "/m"}, "/m at http://x"),
+        ({"model": "/m", "prompt": "own"}, "/m, reads its own prompt"),
+        ({"model": "/m", "eos_map": {1: 13}}, "/m, scores end of text 1 as 13"),
+    ],
+)
+def test_describe_each_kind_of_teacher(make_run, changes, text):
+    config = make_run(changes={f"teacher.{key}": value for key, value in changes.items()})
+    assert [line for label, line in describe(config) if label == "teacher"] == [text]
+
+
+def test_describe_several_teachers(make_run):
+    entries = {"a": {"source": "colocated", "model": "/m"}, "b": {"source": "url", "url": "http://x", "prompt": "own"}}
+    several = {"source": "several", "enabled": False, "by_key": entries, "dtype": "fp32"}
+    config = make_run(changes={f"teacher.{key}": value for key, value in several.items()})
+    lines = [line for label, line in describe(config) if label == "teacher"]
+    assert lines == ["a: /m, fp32, beside the student", "b: http://x, reads its own prompt"]
+
+
+def test_check_prints_what_was_not_compared(assets, started, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+    overrides = [item for item in assets.overrides("opd") if not item.startswith("teacher.model")]
+    result = run("check", "opd", *overrides, "teacher.model=nobody/no-such-model")
+    assert (
+        result.exit_code == 0 and "warning: teacher.model: the teacher no-such-model was not compared" in result.stderr
+    )
+
+
 def test_train_passes_every_kind_of_override_on(assets, started):
     overrides = ["+trainer.note=mine", "~actor_rollout_ref.nccl_timeout", "seed=3", "loss=authors_code"]
     result = run("train", "opd", *assets.overrides("opd"), *overrides, "distilled_rl.teacher_coef=0.5")

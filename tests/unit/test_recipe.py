@@ -126,6 +126,109 @@ def test_choice_that_does_not_exist():
     assert "\n" not in message and "search path" not in message
 
 
+def test_keys_of_another_teacher():
+    message = refusal("distilled_rl", "teacher.temperature=0.6", "teacher.url=http://x", "teacher.key=a")
+    assert "teacher.temperature belongs to teacher=temperature: add that to the command" in message
+    assert "teacher.url belongs to teacher=url" in message and "teacher.key belongs to teacher=several" in message
+    for scale in SCALES:
+        assert "teacher.dtype belongs to teacher=colocated" in refusal("opd", f"scale={scale}", "teacher.dtype=bf16")
+    message = refusal("opd", "teacher.temprature=0.6")
+    assert (
+        "unknown key teacher.temprature: did you mean teacher.temperature, which belongs to teacher=temperature?"
+        in message
+    )
+    assert "unknown key teacher.modle: did you mean teacher.model? (" in refusal("opd", "teacher.modle=x")
+
+
+@pytest.mark.parametrize(("scale", "dtype"), [("cpu", "fp32"), ("1n8g", "bf16")])
+def test_a_colocated_teacher_computes_as_the_student_does(scale, dtype):
+    overrides = ("teacher=colocated", "teacher.model=/m", f"scale={scale}")
+    teacher = composed("distilled_rl", overrides).teacher
+    assert (teacher.dtype, teacher.offload, teacher.name) == (dtype, True, "m")
+    assert composed("distilled_rl", (*overrides, "teacher.dtype=int8")).teacher.dtype == "int8"
+
+
+def test_end_of_text_maps_from_the_command_line():
+    config = compose("distilled_rl", ["teacher.eos_map={151643: 151645}"])
+    assert dict(config.teacher.eos_map) == {151643: 151645}
+
+
+# ---- several teachers ----
+
+SEVERAL = ("teacher=several", "teacher.key=subject")
+
+
+def pool(config):
+    """Key, path, replicas and GPUs per replica of each model that verl would serve, by node."""
+    models = config.distillation.teacher_models
+    return {
+        name: (node.key, node.model_path, node.num_replicas, node.inference.tensor_model_parallel_size)
+        for name, node in models.items()
+        if len(models) == 1 or name != "teacher_model"
+    }
+
+
+def test_several_served_teachers_share_the_pool():
+    config = compose(
+        "distilled_rl",
+        [
+            *SEVERAL,
+            "scale=1n8g",
+            "teacher.by_key.algebra={model: /a, n_gpus: 4, tensor_parallel: 2}",
+            "teacher.by_key={x/y.z: {source: server, model: /b}}",
+            "teacher.by_key.logic={source: colocated, model: /c}",
+        ],
+    )
+    assert pool(config) == {"algebra": ("algebra", "/a", 2, 2), "x_y_z": ("x/y.z", "/b", 1, 1)}
+    distillation = config.distillation
+    assert (distillation.enabled, distillation.n_gpus_per_node, distillation.nnodes) == (True, 5, 1)
+    assert (distillation.teacher_key, config.trainer.n_gpus_per_node) == ("subject", 3)
+    assert {node.inference.name for node in distillation.teacher_models.values()} == {"distilled_rl_vllm"}
+    OmegaConf.to_container(config, resolve=True)
+
+
+def test_names_of_served_teachers_do_not_meet():
+    entries = ["a.b", "a/b", "teacher_model"]
+    config = compose("opd", [*SEVERAL, *(f"teacher.by_key={{{key}: {{model: /{key}}}}}" for key in entries)])
+    assert {key for key, *_ in pool(config).values()} == set(entries)
+    assert "teacher_model" in config.distillation.teacher_models and len(pool(config)) == 3
+
+
+def test_one_served_teacher_of_several_is_what_verl_expects():
+    # verl/workers/config/distillation.py:290 looks for `teacher_model`
+    entries = ["teacher.by_key.a={model: /a, n_gpus: 2}", "teacher.by_key.b={source: url, url: 'http://x'}"]
+    config = compose("distilled_rl", [*SEVERAL, *entries, "teacher.nnodes=2"])
+    assert pool(config) == {"teacher_model": ("a", "/a", 4, 1)}
+    assert (config.distillation.n_gpus_per_node, config.distillation.nnodes) == (2, 2)
+
+
+def test_several_teachers_without_a_server_have_no_pool():
+    config = compose("distilled_rl", [*SEVERAL, "scale=1n8g", "teacher.by_key.a={source: colocated, model: /a}"])
+    assert not config.distillation.enabled
+    assert (config.distillation.n_gpus_per_node, config.distillation.nnodes) == (0, 0)
+    assert config.trainer.n_gpus_per_node == 8
+
+
+def test_on_a_cpu_each_served_teacher_takes_a_declared_gpu():
+    entries = [f"teacher.by_key.{name}={{model: /{name}}}" for name in "abc"]
+    config = compose("distilled_rl", [*SEVERAL, "scale=cpu", *entries])
+    assert (config.trainer.n_gpus_per_node, config.distillation.n_gpus_per_node) == (1, 3)
+    assert config.ray_kwargs.ray_init.num_gpus == 4
+    assert config.distillation.teacher_models.c.inference.engine_kwargs.vllm.kv_cache_memory_bytes == 67108864
+
+
+@pytest.mark.parametrize(
+    ("entry", "needle"),
+    [
+        ("{model: /a, n_gpus: two}", "teacher.by_key.a.n_gpus is 'two': must be a whole number >= 1"),
+        ("{model: /a, tensor_parallel: 0}", "teacher.by_key.a.tensor_parallel is 0"),
+        ("{model: /a, n_gpus: 3, tensor_parallel: 2}", "does not split into servers of tensor_parallel=2"),
+    ],
+)
+def test_pools_that_cannot_be(entry, needle):
+    assert needle in refusal("distilled_rl", *SEVERAL, f"teacher.by_key.a={entry}")
+
+
 def test_override_without_a_value():
     assert "trainer.save_freq" in refusal("grpo", "trainer.save_freq")
 
