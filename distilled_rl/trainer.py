@@ -158,9 +158,13 @@ class DistilledRLTrainer(PPOTrainerSync):
     def asked_by_agent_loops(self) -> bool:
         """Whether the agent loops ask the teacher for each response as it is finished, while others are still generated.
 
-        They hand verl's servers the tokens that the student read and wrote; anything else is the trainer's to ask, later.
+        They hand verl's servers the tokens that the student read and wrote; anything else is the trainer's to ask, later. So are
+        several teachers: verl looks a server up by the data column's raw value (verl/experimental/agent_loop/agent_loop.py:1043),
+        and a column of whole numbers would find none.
         """
-        plain = all(spec.source == "server" and spec.reads_what_the_student_wrote for spec in self.teachers)
+        plain = len(self.teachers) == 1 and all(
+            spec.source == "server" and spec.reads_what_the_student_wrote for spec in self.teachers
+        )
         return self.method.needs_teacher and plain and not self.selective
 
     def _metrics_by_teacher(

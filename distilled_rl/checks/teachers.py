@@ -96,6 +96,11 @@ def _colocated(config: DictConfig, spec: TeacherSpec) -> Iterator[str]:
         yield f"{spec.where}.dtype is {spec.dtype!r}: must be one of {', '.join(DTYPES)}"
     if not isinstance(spec.offload, bool):
         yield f"{spec.where}.offload is {spec.offload!r}: must be true or false"
+    elif not spec.offload:
+        yield (
+            f"{spec.where}.offload is false: the forward-only engine of verl 0.9.1 always keeps its parameters in host memory "
+            "between uses; leave it true"
+        )
     strategy = get(config, f"{ACTOR}.strategy")
     if strategy not in STRATEGIES:
         yield (
